@@ -70,6 +70,19 @@ def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
         )
 
 
+def of_question(found: Sequence[Any]) -> None:
+    """Warn, once per reason, that no question was found in a prompt. found: the question of each batch row, as
+    `kvevict.policy.rows.Found`."""
+    for each in found:
+        if each.missing:
+            once(
+                ("question", each.missing),
+                f"{each.missing}, so the prompt's last {each.tokens} tokens choose the slots in a question's place: "
+                "give tokenizer= (False: without this warning), name the question with kvevict.observing, or, where "
+                "there is none, take a policy without (paasvn)",
+            )
+
+
 def of_scores(tokens: int) -> None:
     """Warn that the logits of all `tokens` tokens of a text were computed before any of its slots was evicted."""
     warnings.warn(

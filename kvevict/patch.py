@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .asking import prompts
-from .asking.question import LastTurn
+from .asking.question import Finder, LastTurn, Unasked
 from .engine.hook import installed
 from .engine.measure import quantities
 from .engine.memory import mapped, ranks
@@ -22,7 +22,7 @@ from .policy.building import Chosen, build, choose
 from .policy.policy import Policy
 from .policy.run import Run
 from .policy.text import DEFAULT
-from .policy.tokenizer import depends, of_model, told
+from .policy.tokenizer import depends, of_model, told, untokenized
 
 
 def patch(
@@ -67,7 +67,7 @@ def _made(model: torch.nn.Module, policy: str | Policy | Chosen, options: dict) 
     check_model(model)
     if tokenizer is None and depends(chosen):
         tokenizer = of_model(model)
-    question = None
+    question: Finder = Unasked("" if tokenizer is False else untokenized(model))
     if callable(tokenizer):
         chosen, question = told(chosen, tokenizer), LastTurn(tokenizer)
     split = ranks.of(base_model(model))

@@ -6,6 +6,7 @@ from typing import Any
 from transformers.cache_utils import Cache
 
 from .engine.hook.installed import plan_of
+from .engine.memory.layer import EvictionLayer
 from .models.families import find_decoder
 
 
@@ -17,7 +18,13 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
              cache it was forked from, by any thread and under that read's policy
 
     seen               valid tokens per batch row, of this and earlier turns
+    question           per batch row what chose the slots: `text`, None where there is no tokenizer; `tokens`, their
+                       number; `found`: "named" (by kvevict.observing or a command), "template" (in the last user's
+                       turn), "prompt" (there is no chat template) or "last tokens" (no question was found, and the
+                       prompt's last tokens stand for it). None under a policy that looks for no question
     kept               [layer][row][kv head] slots stored when the read ended; None for layers that do not evict
+    stored             the same of now, with the slots of tokens decoded since the read; of a model's dropped cache, of
+                       its last token
     kept_share         per batch row, slots over the tokens seen, of all layers that evict; with a threshold it depends
                        on the text
     cache_bytes        live KV bytes at the read's end: all slots' keys and values, scales included
@@ -27,11 +34,11 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
                        1, or a run with another kv filled the cache
     padded_bytes       KV bytes if every head of a layer were padded to the longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
-    archive_bytes      bytes of the archive that recall=True chooses from
-    archive_in         where the archive lies: a device such as "cuda:0", "cpu" for the host's memory, or "files"; None
-                       without an archive
-    recalled           [layer][row][kv head] kept slots that had been evicted before this read, and came back with
-                       recall=True; None where none could come back
+    archive_bytes      bytes of the slots, positions included, of the archive that recall=True chooses from
+    archive_in         where the archive lies: a device such as "cuda:0", "cpu" for the host's memory, a folder, a
+                       cache's file, or several of these; None without an archive
+    recalled           [layer][row][kv head] kept slots that had been evicted before this read, and came back from
+                       `archive_in` with recall=True; None where none could come back
     overhead_bytes     bytes of free room, positions and carried scores
     seconds            per stage: read (all), attend, evict (choosing and moving slots; score, select, compact and
                        diagnose are its parts), draft (laq, speckv), recall (slots put back before the choice), and
@@ -47,7 +54,8 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
                        without rows, as in `h2o` and `streaming`, the chunk's last. If a prompt is repeated in parts,
                        the rows are those of the last part, and a batch row without tokens there gets NaN
     """
-    meter = getattr(source, "meter", None) if isinstance(source, Cache) else _of_model(source)
+    held = isinstance(source, Cache)
+    meter = getattr(source, "meter", None) if held else _of_model(source)
     if meter is None:
         raise ValueError(
             "no patched model has read anything into this cache, or it was loaded, pickled or copied since: report on "
@@ -55,6 +63,10 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
         )
     result = copy.deepcopy({key: value for key, value in meter.report.items() if positions or key != "positions"})
     result["recalled"] = meter.recalled()
+    result["question"] = [dict(text=each.text, tokens=each.tokens, found=each.how) for each in meter.question] or None
+    own = [layer.counts for layer in source.layers if isinstance(layer, EvictionLayer)] if held else meter.stored
+    counts = iter(own)
+    result["stored"] = [heads and (next(counts).tolist() if own else [*heads]) for heads in result["kept"]]
     if positions:
         result["positions"] = [
             None if layer is None else [[head.tolist() for head in row] for row in layer]

@@ -2,7 +2,6 @@
 policy with rows="probe" the queries of the question's tokens score the slots, and the request's slots are kept."""
 
 import contextlib
-import math
 import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,19 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from ..cautions import once
 from ..context import within
 from ..engine.hook.arguments import Arguments
-from ..engine.read.plan import Plan
 from ..policy.policy import Policy
-from ..policy.rows import Question, Rows
+from ..policy.rows import Found, Question, Rows
 from . import prompts
+from .place import END, fitting, ids_of_row, in_last_part, is_near, reads_last_rows, unfound, warn_if_long
 from .sentences import PARAGRAPH, question_before, question_of, same
 from .tokens import find, squeezed, start_after
 from .turns import Turns
 
 FEW = 8  # most tokens that a template puts after a question ("Answer:"); more than these begin an answer
-END = 256  # tokens; a question that starts farther from the prompt's end is not near the end
 SHORT = 4  # most words of a last question that may only refer to an earlier one ("What is your answer?")
 AGAIN = 8  # fewest tokens of a question that is looked for earlier in the prompt: a shorter one may occur by chance
 LINE = "\n"
@@ -83,9 +80,9 @@ class Finder:
     def _turns(self) -> Turns:
         return Turns.of(self.tokenizer)
 
-    def rows(self, arguments: Arguments, prompt: int) -> Rows:
-        """Return the policy's `Rows`, which select the queries that score slots, for a prompt: a call's first `prompt`
-        columns."""
+    def rows(self, arguments: Arguments, prompt: int) -> tuple[Rows, tuple[Found, ...]]:
+        """Return (the policy's `Rows`, which select the queries that score slots, for a prompt: a call's first `prompt`
+        columns; the question of each batch row, or () under a policy that looks for none)."""
         raise NotImplementedError
 
     def before(
@@ -135,7 +132,7 @@ class Asked(Finder):
     asked: tuple  # one text or span for all rows of a batch, or one per row
     tokenizer: Any = None
 
-    def rows(self, arguments: Arguments, prompt: int) -> Rows:
+    def rows(self, arguments: Arguments, prompt: int) -> tuple[Rows, tuple[Found, ...]]:
         if len(self.asked) not in (1, arguments.batch):
             raise ValueError(
                 f"{len(self.asked)} questions for a batch of {arguments.batch} rows: give one, or one a row"
@@ -158,10 +155,19 @@ class Asked(Finder):
             )
         kept = self.requests(arguments, prompts, spans, tokens)
         each = zip(prompts, spans, kept, tokens, arguments.seen, strict=True)
-        return arguments.policy.rows.asked([
+        rows = arguments.policy.rows.asked([
             Question((span,), of, self.before(ids, span, n, seen), is_near(arguments, span[0], n, seen))
             for ids, span, of, n, seen in each
         ])  # fmt: skip
+        return rows, tuple(
+            Found(self._text(each, ids, span), span[1] - span[0], "named")
+            for each, ids, span in zip(asked, prompts, spans, strict=True)
+        )
+
+    def _text(self, asked: str | tuple[int, int], ids: list[int] | None, span: tuple[int, int]) -> str | None:
+        if isinstance(asked, str):
+            return asked
+        return None if ids is None else self.tokenizer.decode(ids[slice(*span)]).strip()
 
     def _span(self, ids: list[int] | None, asked: tuple, tokens: int) -> tuple:
         """Return (start, stop) of a question, in tokens of a prompt that has `tokens` of them. `ids` is None for
@@ -192,21 +198,26 @@ class LastTurn(Finder):
     tokenizer: Any
     request: str = ""  # the question of the turn, if it is known
 
-    def rows(self, arguments: Arguments, prompt: int) -> Rows:
+    def rows(self, arguments: Arguments, prompt: int) -> tuple[Rows, tuple[Found, ...]]:
         policy: Policy = arguments.policy
         rows: Any = policy.rows
-        if arguments.ids is None or not rows.at_the_end:
-            return rows
         tokens = np.maximum(prompt - arguments.padding, 0)
+        if arguments.ids is None or not rows.at_the_end:
+            return rows, unfound(rows, tokens.tolist(), "the prompt is given as embeddings, without its tokens' ids")
         last, tokens = rows.lengths(tokens).tolist(), tokens.tolist()
         prompts = [ids_of_row(arguments, b, n) for b, n in enumerate(tokens)]
         found = [self._found(*each) for each in zip(prompts, arguments.seen, strict=True)]
         kept = self.requests(arguments, prompts, [spans[-1] if spans else None for spans, _ in found], tokens)
+        others = unfound(rows, tokens, "no question that fits a chunk was found in a prompt", self.tokenizer, prompts)
+        found = [(fitting(spans, policy.chunk_size or prompt), opens) for spans, opens in found]
+        told = tuple(
+            self._told(ids, spans) if spans else other
+            for ids, (spans, _), other in zip(prompts, found, others, strict=True)
+        )
         rows = rows.keeping(kept) if any(kept) else rows
         place, questions = not reads_last_rows(arguments.plan), []
         each = zip(prompts, found, kept, tokens, last, arguments.seen, strict=True)
         for ids, (spans, opens), request, n, own, seen in each:
-            spans = fitting(spans, policy.chunk_size or prompt)
             near = bool(spans) and is_near(arguments, spans[0][0], n, seen)
             inside = bool(spans) and spans[0][0] >= n - own
             if not spans or (inside and (not near or self._begins(ids, spans[-1]))):
@@ -214,9 +225,14 @@ class LastTurn(Finder):
             else:
                 questions.append(Question(spans, request, opens, near))
         if all(question.last for question in questions):
-            return rows
+            return rows, told
         chosen = rows.asked(questions)
-        return rows if not place and len(set(chosen.lengths(None))) > 1 else chosen
+        return rows if not place and len(set(chosen.lengths(None))) > 1 else chosen, told
+
+    def _told(self, ids: list[int], spans: tuple[tuple[int, int], ...]) -> Found:
+        text = " ".join(self.tokenizer.decode(ids[slice(*span)]).strip() for span in spans)
+        how = "template" if self._turns.opened else "named" if self.request else "prompt"
+        return Found(text, sum(stop - start for start, stop in spans), how)
 
     def _begins(self, ids: list, span: tuple) -> bool:
         """Return whether the prompt already has the answer's first words, after the question."""
@@ -247,50 +263,13 @@ class LastTurn(Finder):
         return ((before, span), (*before, True)) if short else ((span,), self.before(ids, span, len(ids), seen))
 
 
-def in_last_part(span: tuple, tokens: int, before: int = 0) -> bool:
-    """Return whether a question's span starts so near to the end of a prompt of `tokens` tokens, which is read after
-    `before` earlier tokens, that the request around the question may reach the prompt's end."""
-    return tokens - span[0] <= min(END, (before + tokens) // 2)
+@dataclass(frozen=True)
+class Unasked(Finder):
+    """Looks for no question, since there is no tokenizer; `why` is the reason for a warning, "" if none is due."""
 
+    why: str = ""
 
-def warn_if_long(policy: Policy, needed: int, seen: int) -> None:
-    """Warn, once per budget, if a request of `needed` tokens takes more than half of the slots that each head keeps of
-    a row of `seen` tokens."""
-    budget = policy.slots(seen)
-    if 2 * needed <= budget or seen <= budget:
-        return
-    share = math.ceil(200 * needed / seen) / 100
-    once(
-        ("request", policy.budget),
-        f"the prompt's question and the text around it take {needed} tokens, more than half of the {budget} slots that "
-        f"each head keeps, so that some of their words are evicted: give budget={2 * needed}"
-        + (f", or budget={share}" if share < 1 else ""),
-    )
-
-
-def fitting(spans: tuple, most: int) -> tuple:
-    """Return all spans (start, stop) if they have fewer than `most` tokens together, else the last span if it has, else
-    ()."""
-    sizes = ((each, sum(stop - start for start, stop in each)) for each in (spans, spans[-1:]))
-    return next((each for each, size in sizes if size < most), ())
-
-
-def is_near(arguments: Arguments, start: int, tokens: int, seen: int) -> bool:
-    """Return whether a question that starts at token `start` is near enough to the prompt's end to observe where it
-    stands, instead of from a copy appended to the last chunk. The prompt has `tokens` tokens and is read after `seen`
-    earlier ones. The answer is no if the call's last rows are measured, or if the question starts before the tokens
-    that every layer reads (`tsp`)."""
-    policy = arguments.policy
-    most = min(END, policy.chunk_size or END, END if policy.tsp is None else policy.goes_on)
-    return not reads_last_rows(arguments.plan) and tokens - start <= min(most, (seen + tokens) // 4)
-
-
-def reads_last_rows(plan: Plan) -> bool:
-    """Return whether a plan measures the last rows of a call, as diagnose=True and TADA's layer budgets do."""
-    return plan.run.diagnose or plan.policy.layers.measures
-
-
-def ids_of_row(arguments: Arguments, row: int, tokens: int) -> list[int]:
-    """Return the ids of the first `tokens` tokens of row `row` of a call, without the row's padding."""
-    first = int(arguments.padding[row])
-    return arguments.ids[row, first : first + tokens].tolist()
+    def rows(self, arguments: Arguments, prompt: int) -> tuple[Rows, tuple[Found, ...]]:
+        rows = arguments.policy.rows
+        assert isinstance(rows, Rows)
+        return rows, unfound(rows, np.maximum(prompt - arguments.padding, 0).tolist(), self.why)

@@ -35,6 +35,12 @@ def of_model(model: Any) -> Any:
         return None
 
 
+def untokenized(model: Any) -> str:
+    """Say, for a warning, that `of_model` finds no tokenizer, and where it looked."""
+    folder = base_model(model).config.name_or_path
+    return f"{folder} has no tokenizer that loads" if folder else "the model was not loaded from a folder"
+
+
 @functools.lru_cache(maxsize=2)
 def _loaded(name: str, revision: str | None) -> Any:
     from transformers import AutoTokenizer

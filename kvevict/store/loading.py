@@ -73,7 +73,7 @@ def load_cache(path: str | os.PathLike, model: Module, *, verify: bool = True) -
     for index, fact in enumerate(facts):
         if fact["kind"] != families.NOTHING:
             with _impossible(f"{path}, layer {index}", "; the file is damaged or of another model"):
-                stay = cache.ranks.size == 1 and stays(path, policy)
+                stay = path if cache.ranks.size == 1 and stays(path, policy) else ""
                 _fill_layer(cache, index, decoder, of_layer(tensors, index), fact, base.dtype, stay, recalls)
     with _impossible(f"{path} is damaged"):
         _fill_cache(cache, common, policy, run)
@@ -119,7 +119,7 @@ def _impossible(what: str, advice: str = "") -> Iterator[None]:
 
 
 def _fill_layer(
-    cache: Any, index: int, decoder: Module, whole: dict[str, Tensor], fact: dict, dtype: torch.dtype, stay: bool,
+    cache: Any, index: int, decoder: Module, whole: dict[str, Tensor], fact: dict, dtype: torch.dtype, stay: str,
     recalls: bool,
 ) -> None:  # fmt: skip
     """Fill layer `index` of a cache with the content of a file.
@@ -127,7 +127,7 @@ def _fill_layer(
     whole    the layer's tensors in the file, with the heads of all tensor-parallel ranks
     fact     the layer's facts in the file
     dtype    the model's dtype
-    stay     whether the slots stay in the file
+    stay     the file, if the slots stay there; else ""
     recalls  whether the file has the slots of all tokens, which stay in the host's memory if the layer is on a GPU
     """
     layer, ranks, config = cache.layers[index], cache.ranks, decoder.config
@@ -158,14 +158,14 @@ def stays(path: str | os.PathLike, policy: Policy | None) -> bool:
     return policy is not None and policy.recall and not is_remote(path)
 
 
-def _before(slots: Storage, file: bool, device: torch.device | None) -> Storage:
+def _before(slots: Storage, file: str, device: torch.device | None) -> Storage:
     """Return an empty storage whose prefix is the loaded slots; slots of later tokens go behind the prefix.
 
-    file    whether the loaded slots stay in the file
+    file    the file, if the loaded slots stay there; else ""
     device  the layer's device if the loaded slots stay in the host's memory; None: they are on the layer's device
     """
     if file:
-        lent = Lent(slots.buffers, len(slots.pos))
+        lent = Lent(slots.buffers, len(slots.pos), file)
         slots = replace(slots, regions=(lent,) * len(slots.counts))
     if device is None:
         return slots.as_prefix()

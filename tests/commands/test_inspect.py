@@ -139,11 +139,12 @@ def test_several_questions(policy, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("archive, recalled, want", [
-    (0, None, ""), (3072, None, ", beside an archive of 3 KiB"), (3072, [None, None], ", beside an archive of 3 KiB"),
-    (3072, [None, [[1, 2]]], ", 50% of them from the archive of 3 KiB"),
+    (0, None, ""), (3072, None, ", beside an archive of 3 KiB in there"),
+    (3072, [None, None], ", beside an archive of 3 KiB in there"),
+    (3072, [None, [[1, 2]]], ", 50% of them from the archive of 3 KiB in there"),
 ])  # fmt: skip
 def test_what_is_told_of_an_archive(archive, recalled, want):
-    seen = dict(kept=[None, [[3, 3]]], seen=[9], archive_bytes=archive, recalled=recalled)
+    seen = dict(kept=[None, [[3, 3]]], seen=[9], archive_bytes=archive, archive_in="there", recalled=recalled)
     assert told_of(seen) == f"3 of 9 slots per kv head{want}"
 
 

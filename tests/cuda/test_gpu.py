@@ -407,7 +407,7 @@ def test_an_archive_on_the_host(policy, kind, place, slow, monkeypatch, tmp_path
             assert layer.archive.on_host and layer.archive.device.type == "cpu" and layer.storage.device.type == "cuda"
             buffers = layer.archive.k, layer.archive.v, layer.archive.pos
             assert all(x.is_pinned() for x in buffers) == (place == "memory" or one is caches[1])
-    assert kvevict.report(caches[0])["archive_in"] == ("cpu" if place == "memory" else "files")
+    assert kvevict.report(caches[0])["archive_in"] == ("cpu" if place == "memory" else str(tmp_path))
     assert kvevict.report(wanted[0])["archive_in"] == "cuda:0"
 
 

@@ -129,7 +129,7 @@ def test_report(family, policy):
     assert set(report) == {
         "seen", "kept", "kept_share", "cache_bytes", "padded_bytes", "peak_cache_bytes", "overhead_bytes",
         "full_cache_bytes", "archive_bytes", "archive_in", "recalled", "bits", "wider_keys", "seconds", "replayed",
-        "not_recorded",
+        "not_recorded", "question", "stored",
     }  # fmt: skip
     assert set(full) == {*report, "positions"}
     assert {key: full[key] for key in report} == report
@@ -137,6 +137,8 @@ def test_report(family, policy):
     want = {"take": [16, 16], "h2o": [10, 10], "snapkv": [25, 21]}[policy]
     slides = family != "llama"
     assert report["kept"] == [None if slides and layer % 2 == 0 else [[n, n] for n in want] for layer in range(4)]
+    now = [n if policy == "h2o" else n + 3 for n in want]  # h2o evicts while decoding
+    assert report["stored"] == [None if slides and layer % 2 == 0 else [[n, n] for n in now] for layer in range(4)]
     slots = sum(n for layer in report["kept"] for row in layer or () for n in row)
     width = 4 * model.get_decoder().layers[0].self_attn.head_dim
     assert report["cache_bytes"] == 2 * width * slots

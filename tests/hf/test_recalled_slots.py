@@ -300,14 +300,13 @@ def test_report_counts_what_came_back(family):
 
 @pytest.mark.parametrize("kind", ["model", "int8", "k8v4", "int4"])
 def test_bytes_of_an_archive_of_few_bits(kind):
-    """Those of `kvevict plan` for the text's slots, beside 12 bytes a head and the centre of packed keys."""
+    """Those of `kvevict plan` for the text's slots."""
     model = shared()
     with kvevict.evicting(model, **SNAPKV, recall_kv=kind):
         cache = model(prompt(1, 96)["input_ids"], logits_to_keep=1).past_key_values
         policy, run = cache.sequence.policy, cache.sequence.run
     want = plan(shape_of(model.config, dtype="float32"), policy, 96, new_tokens=0, run=run)
-    centres = sum(0 if layer.archive.centre is None else layer.archive.centre.nbytes for layer in cache.layers)
-    assert kvevict.report(cache)["archive_bytes"] == want["archive_bytes"] + centres + 4 * 2 * 12
+    assert kvevict.report(cache)["archive_bytes"] == want["archive_bytes"]
     assert want["cache_bytes"] == 4 * 2 * 24 * 2 * 32 * 4
 
 

@@ -143,7 +143,7 @@ class Known(Finder):
     def rows(self, arguments, prompt):
         before = self.before or (None,) * len(self.spans)
         each = zip(self.spans, self.requests_of, before, strict=True)
-        return arguments.policy.rows.asked([Question(*of, self.near) for of in each])
+        return arguments.policy.rows.asked([Question(*of, self.near) for of in each]), ()
 
 
 @pytest.mark.parametrize("chunk", [12, 16, None])

@@ -161,6 +161,8 @@ class EvictionCache(DynamicCache):
             self.sequence.removing = None
         if count:
             self.sequence.crop(count)
+            if self.meter is not None:
+                self.meter.stored = [layer.counts for layer in self._own().values()]
 
     def batch_select_indices(self, indices: torch.Tensor | Items[int]) -> None:
         """Keep the batch rows `indices`: a boolean mask, or row numbers in any order, which may repeat."""

@@ -20,6 +20,7 @@ class Lent(NamedTuple):
 
     buffers: tuple[torch.Tensor, ...]
     rows: int
+    where: str  # the file, or the folder of a file whose name is removed
     start: int = 0
 
 
@@ -29,6 +30,14 @@ def in_file(storage: Stored) -> bool:
     if storage.prefix is not None and not storage.counts.any():
         return in_file(storage.prefix)
     return any(isinstance(region, Lent) for region in storage.regions)
+
+
+def places(storage: Stored) -> list[str]:
+    """Return where the slots of a storage lie, those of its prefix first: files, folders and devices, each once."""
+    before = [] if storage.prefix is None else places(storage.prefix)
+    files = [region.where for region in storage.regions if isinstance(region, Lent)]
+    own = (files or [str(storage.device)]) if storage.counts.any() or not before else []
+    return list(dict.fromkeys([*before, *own]))
 
 
 def is_folder(archive: bool | str) -> bool:
@@ -65,7 +74,7 @@ class Files:
         flat = [file[start : start + size] for start, size in zip(starts, sizes)]
         with torch.inference_mode(False):  # so that a cache filled in inference mode can be written to outside of it
             buffers = [x.view(t.dtype).view(rows, *t.shape[1:]) for x, t in zip(flat, like.buffers, strict=True)]
-        return Lent(tuple(buffers), rows)
+        return Lent(tuple(buffers), rows, self.folder)
 
 
 def _mapped(folder: str, size: int) -> torch.Tensor:

@@ -11,8 +11,9 @@ import torch
 
 from ... import cautions
 from ...policy import kv
+from ...policy.rows import Found
 from .layer import EvictionLayer
-from .mapped import in_file
+from .mapped import places
 from .rows import Apart
 from .stateful import tensors_of
 from .storage import Storage
@@ -48,6 +49,8 @@ class Meter:
         # For each layer the positions of its slots (before the recall, right after it); None: nothing was recalled
         self.recalls: list[tuple[Positions, Positions]] | None = None
         self.back: list[tuple[Positions, Positions]] | None = None  # `recalls` of the read that `report` is about
+        self.question: tuple[Found, ...] = ()  # of each batch row; (): the policy looks for no question
+        self.stored: list[np.ndarray] = []  # slots [B, Hkv] of each layer that evicts, after the last decoded token
         self.report: dict | None = None
         # layer -> bools, per chunk one for keys and one for values: a norm exceeds the largest that can be packed
         self.beyond: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -82,7 +85,7 @@ class Meter:
         assert own[0].sequence.seen is not None
         live, seen = sum(layer.live_bytes() for layer in own), own[0].sequence.seen.tolist()
         slots = sum(layer.counts.sum(1) for layer in own).tolist()
-        archive = sum(t.nbytes for layer in own if layer.archive is not None for t in layer.archive.tensors())
+        archive = sum(_archived_bytes(layer.archive) for layer in own if layer.archive is not None)
         heads = sum(layer.counts.shape[1] for layer in own)
         storages = [layer.storage for layer in own]
         computed = sum(2 * one.counts.shape[1] * one.like.element_size() * one.dim for one in storages)
@@ -100,7 +103,7 @@ class Meter:
             padded_bytes=sum(layer.padded_bytes() for layer in own),
             peak_cache_bytes=max(self.peak, live),
             archive_bytes=archive,
-            archive_in=_place(own[0].archive),
+            archive_in=_places(own[0].archive),
             overhead_bytes=sum(map(allocated_bytes, own)) - live - archive,
             positions=positions,
         )
@@ -129,12 +132,18 @@ def _bits(storage: Storage) -> list[int]:
     return [kv.ROW_KINDS[kind].bits or 8 * storage.like.element_size() for kind in storage.kinds]
 
 
-def _place(archive: Storage | Apart | None) -> str | None:
-    """Return where an archive is, "files" or the name of a device; None without an archive."""
+def _places(archive: Storage | Apart | None) -> str | None:
+    """Return where an archive is: a file, a folder, the name of a device, or several of these; None without one."""
     if archive is None:
         return None
-    one = archive.each[0] if isinstance(archive, Apart) else archive
-    return "files" if in_file(one) else str(one.device)
+    each = archive.each if isinstance(archive, Apart) else [archive]
+    return ", ".join(dict.fromkeys(place for one in each for place in places(one)))
+
+
+def _archived_bytes(archive: Storage | Apart) -> int:
+    """Count the bytes of an archive's slots: keys, values and positions."""
+    each = archive.each if isinstance(archive, Apart) else [archive]
+    return sum(one.live_bytes() + kv.POSITION * int(one.total_counts.sum()) for one in each)
 
 
 def allocated_bytes(layer: object) -> int:

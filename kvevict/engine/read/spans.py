@@ -82,6 +82,8 @@ class Spans:
             self.cache.sequence.archived = self.cache.sequence.columns
         if step.chooser is not None:
             step.chooser.end(step, output.last_hidden_state[:, -1:])
+        if step.read is None:  # after a prompt
+            step.meter.stored = [layer.counts for layer in self.layers]
         if self.policy.decode or not step.decoding:
             host.wait()  # for copies to archives, since the host may read or move archives between steps
         return output
@@ -146,7 +148,7 @@ class Prefill:
         evicts = schedule.evicts(policy, seen)
         self.narrow, rows = schedule.narrow(plan.order, plan.tsp), policy.rows
         if question := context().question or plan.question:
-            rows = question.rows(arguments, prompt)
+            rows, meter.question = question.rows(arguments, prompt)
         self.parts = list(schedule.chunks(policy, prompt, tokens.tolist() if evicts else (), rows))
         self._check(len(self.parts) + bool(self.candidates) + (self.parts[-1].appended > 0))
         budgets.check_groups(policy, cache, layers, plan.ranks)
@@ -155,6 +157,7 @@ class Prefill:
         if scores and arguments.own_cache and evicts and (policy.schedule == "prompt" or len(self.parts) == 1):
             cautions.of_scores(prompt)
         cautions.of_prompt(policy, cache, arguments.decoder.config, seen)
+        cautions.of_question(meter.question if evicts and context().asks else ())
         planned = budgets.Budgets(policy, self.narrow, plan.kv_heads, seen)
         self.read = Read(prompt, tokens, rows, planned, watchers=arguments.watchers)
         with meter.clock("draft") if rows.n_d else contextlib.nullcontext():

@@ -69,7 +69,7 @@ def told_of(seen: dict) -> str:
     kept = f"{slots(seen)} of {seen['seen'][0]} slots per kv head"
     if not seen["archive_bytes"]:
         return kept
-    archive = f"archive of {seen['archive_bytes'] / 1024:,.0f} KiB"
+    archive = f"archive of {seen['archive_bytes'] / 1024:,.0f} KiB in {seen['archive_in']}"
     if all(each is None for each in seen["recalled"] or ()):  # the archive was empty before this read
         return f"{kept}, beside an {archive}"
     back, total = (sum(sum(heads[0]) for heads in seen[key] or () if heads) for key in ("recalled", "kept"))

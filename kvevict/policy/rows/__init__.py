@@ -55,6 +55,15 @@ class Question(NamedTuple):
     last: bool = False  # no question was found, so the prompt's last rows observe
 
 
+class Found(NamedTuple):
+    """The question of a batch row as `kvevict.report` shows it."""
+
+    text: str | None  # None: unknown, since there is no tokenizer
+    tokens: int  # number of tokens of the question, or of the prompt's last tokens that take its place
+    how: str  # "named", "template" (in the last user's turn), "prompt" (no template: in all of it) or "last tokens"
+    missing: str = ""  # why no question was found, for a warning; "": it was found, or was not to be looked for
+
+
 @dataclass(frozen=True)
 class Rows(Part):
     needs_full_prompt: ClassVar[bool] = False  # the rows exist only once the whole prompt was read: no eviction before
