@@ -17,7 +17,7 @@ from .engine.read.plan import Plan
 from .models import families, known, rotary, trial
 from .models.families import base_model, find_decoder
 from .models.refusals import check_model
-from .policy import kv
+from .policy import reach
 from .policy.building import Chosen, build, choose
 from .policy.policy import Policy
 from .policy.run import Run
@@ -107,13 +107,8 @@ def in_slots(policy: Policy, run: Run, model: Any) -> Policy:
 
 
 def slot_bytes(model: Any, kind: str = "model", beside: int = 0) -> int:
-    """Return the bytes of one slot in each kv head, summed over the kv heads of all tensor-parallel ranks and over all
-    layers that evict. `kind` is how slots are stored, one of `kv.KINDS`; `beside` is the number of bytes per slot in
-    addition to key and value."""
-    decoder, dtype = find_decoder(model), base_model(model).dtype
-    config, modules = decoder.config, families.attentions(decoder, families.evicting(decoder.config))
-    widths = [families.widths(module, config)[0] for module in modules]
-    return families.slot_heads(config) * sum(kv.slot_bytes(kind, width, dtype.itemsize) + beside for width in widths)
+    """Return the bytes of one slot of a model (`kvevict.policy.reach.slot_bytes`)."""
+    return reach.slot_bytes(find_decoder(model), base_model(model).dtype, kind, beside)
 
 
 def unpatch(model: Any) -> Any:

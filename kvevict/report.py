@@ -34,11 +34,14 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
                        1, or a run with another kv filled the cache
     padded_bytes       KV bytes if every head of a layer were padded to the longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
-    archive_bytes      bytes of the slots, positions included, of the archive that recall=True chooses from
+    archive_bytes      bytes of the slots, positions included, of the archive of recall=True; slots that a layer shares
+                       with it count in cache_bytes, too
     archive_in         where the archive lies: a device such as "cuda:0", "cpu" for the host's memory, a folder, a
                        cache's file, or several of these; None without an archive
     recalled           [layer][row][kv head] kept slots that had been evicted before this read, and came back from
                        `archive_in` with recall=True; None where none could come back
+    reach              [row] with recall=True: whether an answer attends to all slots or to chosen ones, and the rule
+                       that decided (`recall_slots`); else None
     overhead_bytes     bytes of free room, positions and carried scores
     seconds            per stage: read (all), attend, evict (choosing and moving slots; score, select, compact and
                        diagnose are its parts), draft (laq, speckv), recall (slots put back before the choice), and

@@ -55,12 +55,11 @@ class Policy:
                    kept of the prompt stay, so the cache never exceeds twice the budget + interval - 1 slots. The read
                    of the next turn cuts all slots to the budget
     recall         True: no slot is lost (methods.md section 13), because the slots of every token also go to an
-                   archive. A further turn, a prompt's last chunk and an answer's first tokens attend to the whole
-                   archive, as without eviction, and then choose from it the slots that stay; later tokens are decoded
-                   within the budget
+                   archive, which a further turn, a prompt's last chunk and an answer attend to
     recall_slots   with recall=True: the number of slots that a further turn or a prompt's last chunk chooses, given as
-                   for `budget`, which then limits the earlier chunks only; 1.0: all slots; None: as many as `budget`. A
-                   text that fits `budget` keeps all slots
+                   for `budget`, which then limits the earlier chunks only; 1.0: all slots. A text that fits `budget`
+                   keeps all slots. None: all slots, if the archive is in the memory of the model's device and takes no
+                   more bytes than the weights that a token reads; else, or with `recall_after`, as many as `budget`
     recall_after   with recall=True: number of an answer's first tokens that attend to all slots; then their rows and
                    the prompt's last 16 rows choose the slots that later tokens attend to. 0: rows of the prompt choose
                    before the answer; None: 16, or 0 if layers share a choice, if rows are drafted or repeated, or if

@@ -60,6 +60,10 @@ class Run:
                     f"recall_kv={self.archive_kv!r}: with kv={self.kv!r} the archive is as the slots; leave it out"
                 )
 
+    def is_near(self, device: str) -> bool:
+        """Return whether the archive is in the memory of a device; `device` is its type, such as "cuda"."""
+        return self.archive is True or (self.archive == "memory" and device == "cpu")
+
     def records(self, device: str, evicts: bool) -> bool:
         """Return whether decoded tokens are to be recorded. device: type of the model's device, such as "cuda"; evicts:
         whether slots are evicted while decoding, for which recording was not measured on a GPU yet."""

@@ -105,7 +105,7 @@ def test_command(family, tmp_path, capsys):
     assert dict(run["facts"])["KV cache"].startswith(f"{kept} of {full} KiB")
 
 
-@pytest.mark.parametrize("policy", ["snapkv:window=4,recall=true", "snapkv:window=4"])
+@pytest.mark.parametrize("policy", ["snapkv:window=4,recall_after=0,recall=true", "snapkv:window=4"])
 def test_several_questions(policy, tmp_path, capsys):
     """The text is read without them; each is asked of a fork, and chooses its slots anew if the policy recalls."""
     folder, model = save(tmp_path / "model", "llama")
@@ -116,7 +116,8 @@ def test_several_questions(policy, tmp_path, capsys):
     told = capsys.readouterr().out
     runs, data = json.loads(told.splitlines()[-1])["runs"], data_of(out.read_text(encoding="utf-8"))
     tok, recall = AutoTokenizer.from_pretrained(folder), policy.endswith("true")
-    cache = kvevict.read(model, tok, TEXT * 3, "snapkv", window=4, budget=24, chunk_size=50, recall=recall)
+    chooses = dict(recall=True, recall_after=0) if recall else {}
+    cache = kvevict.read(model, tok, TEXT * 3, "snapkv", window=4, budget=24, chunk_size=50, **chooses)
     tokens = len(tok(TEXT * 3)["input_ids"])
     assert data["tokens"] == tokens
     names = [f"{asks} ({policy})" for asks in ("no question", "Who?", "Where from?")]
@@ -125,7 +126,7 @@ def test_several_questions(policy, tmp_path, capsys):
     answers = [run["answer"].strip() for run in runs.values()]
     assert answers == ["", *kvevict.answer(model, tok, cache, asked, max_new_tokens=3)]
     wants = [kvevict.report(cache, positions=True)]
-    with kvevict.evicting(model, "snapkv", window=4, budget=24 if recall else 999, chunk_size=50, recall=recall):
+    with kvevict.evicting(model, "snapkv", window=4, budget=24 if recall else 999, chunk_size=50, **chooses):
         for question in asked:
             fork = cache.fork()
             model(torch.tensor([tok(f"\n\n{question}")["input_ids"]]), past_key_values=fork)

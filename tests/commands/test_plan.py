@@ -393,6 +393,12 @@ def test_command_of_drafts(tmp_path, capsys):
     assert not any(line.startswith("tokens/s") for line in lines)
 
 
+def weight_bytes(model):
+    """Bytes of the matrices that a token is multiplied with: of the input embedding it reads only a row."""
+    matrices = [*(w for w in model.model.layers.parameters() if w.ndim > 1), model.lm_head.weight]
+    return sum(4 * w.numel() for w in matrices)
+
+
 @pytest.mark.parametrize("kind", ["model", "k8v4"])
 def test_command_of_recall(kind, tmp_path, capsys):
     """The archive is told, as `report` measures it but for each head's room to grow, offset, length and centre."""
@@ -405,14 +411,19 @@ def test_command_of_recall(kind, tmp_path, capsys):
     archives = [layer.archive for layer in cache.layers]
     size = sum(one.live_bytes() + one.pos.element_size() * int(one.counts.sum()) for one in archives)
     assert told[0].split() == ["archive,", "GiB", f"{size / 2**30:.4g}"]
-    assert told[1:] == ["The archive is beside the peak memory; attention to it is left out."]
+    read, weights = size - archives[0].pos.element_size() * 4 * 2 * 520, weight_bytes(shared())
+    rule = "all slots: a token reads" if read * 500 / 520 <= weights else "chosen slots: a token would read"
+    assert rule.startswith("chosen") == (kind == "model")
+    rule += f" {read * 500 / 520 / 2**20:.4g} MiB of the archive beside {weights / 2**20:.4g}"
+    assert told[1:] == [f"The archive is beside the peak memory. An answer attends to {rule} of weights."]
     for place in ("memory", str(tmp_path)):  # of four layers, two are on the GPU at once
         argv[4] = f"snapkv:recall={place},kv={kind}"
         assert cli.main([*argv, "--tokens", "500", "--new-tokens", "20", "--dtype", "float32"]) == 0
         *lines, last = capsys.readouterr().out.strip().splitlines()
         assert json.loads(last)["archive"] == {"device_bytes": size // 2, "host_bytes": size}
         where = f"on the host, with {size / 2**31:.3g} GiB on the GPU during a recall"
-        assert f"The archive is beside the peak memory {where}; attention to it is left out." in lines
+        rule = "chosen slots: the archive is not in the memory of the model's device"
+        assert f"The archive is beside the peak memory {where}. An answer attends to {rule}." in lines
 
 
 @pytest.mark.parametrize("options, budget, kept, told", [

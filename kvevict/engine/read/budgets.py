@@ -39,12 +39,14 @@ class Budgets:
         self.errors = np.zeros((layers, len(seen)))  # [layers, B] sums of the layers' errors over chunks
         self.measurements = np.zeros(len(seen), np.int64)  # [B] number of chunks that `errors` sums over
 
-    def recall(self) -> None:
-        """From now on, cut batch rows with more tokens than the budget to `recall_slots`, and spare the other rows."""
+    def recall(self, every: np.ndarray) -> None:
+        """From now on, cut batch rows with more tokens than the budget to `recall_slots`, and spare the other rows, and
+        those in which answers attend to `every` slot: bool [B]."""
         if self.policy.recall_slots is not None:
             self.spared = np.array([n <= self.policy.slots(n) for n in self.seen])
             self.most = self.split(None, self.mean_errors())
             self.policy = self.policy.recalling
+        self.spared, self.most = self.spared | every, np.where(every, PLENTY, self.most)
 
     def decide(self, chunk: schedule.Chunk, tokens: np.ndarray, stored: np.ndarray, observed: np.ndarray) -> Decisions:
         """Decide how the layers are cut after a chunk.

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...models import families
+from ...policy import reach
 from ...policy.policy import Policy
 from ...policy.run import Run
 from ..measure import quantities
@@ -36,6 +37,8 @@ class Plan:
         self.readers = families.readers(decoder.config)
         self.last_reader = {producer: index for index, producer in sorted(self.readers.items())}
         self.rotates, self.after_attention = {}, {}  # layer -> what models/trial.py found, if the policy needs it
+        # What a token reads of the archive and of the weights
+        self.sizes = reach.sizes_of(decoder, run.archive_kv or run.kv) if policy.recall else None
         policy.check_layers(len(self.order))
         self.all_full_attention = set(kinds) == {families.FULL_ATTENTION}
         self.keeps_state = bool({families.STATE, families.FULL_ATTENTION_AND_STATE} & set(kinds))

@@ -13,6 +13,7 @@ import torch
 
 from ... import cautions
 from ...context import context
+from ...policy.reach import reach
 from ..memory import archive, host
 from ..memory.meter import Meter
 from ..memory.storage import ROOM
@@ -158,6 +159,8 @@ class Prefill:
             cautions.of_scores(prompt)
         cautions.of_prompt(policy, cache, arguments.decoder.config, seen)
         cautions.of_question(meter.question if evicts and context().asks else ())
+        near = plan.run.is_near(arguments.device.type)
+        self.reaches = [reach(policy, near, n, plan.sizes) for n in seen] if policy.recall else []
         planned = budgets.Budgets(policy, self.narrow, plan.kv_heads, seen)
         self.read = Read(prompt, tokens, rows, planned, watchers=arguments.watchers)
         with meter.clock("draft") if rows.n_d else contextlib.nullcontext():
@@ -182,11 +185,16 @@ class Prefill:
         plan, policy, read = self.plan, self.policy, self.read
         ahead = sum(each.rows + each.appended for each in self.parts)
         going_on = (read.tokens == 0) | self._decoded(self._stored().sum(0))
+        every = np.array([reach.every for reach in self.reaches], bool)
+        # Whether the layers' slots are to be views of the archive, so that they are not stored twice
+        forks = policy.recall and every.all() and read.evicts and plan.run.archive_kv is None
         asks = policy.answered and context().asks and not self.arguments.rolls_back  # whether the answer is to choose
         for chunk in cautions.bar(self.parts, "reading", "chunk", plan.run.progress):
             if (chunk.last or policy.schedule == "prompt") and not going_on.any():
-                archive.recall_all(self.layers, self.meter, policy.schedule == "prompt" and read.evicts)
-                read.budgets.recall()
+                whole = forks or (policy.schedule == "prompt" and read.evicts)
+                archive.recall_all(self.layers, self.meter, whole)
+                if policy.recall:
+                    read.budgets.recall(every)
             chooser, ahead = self._chooser(chunk), ahead - chunk.rows - chunk.appended
             if asks and chunk.last and not going_on.any() and read.budgets.cuts.any():
                 chooser = Asking(chooser)
@@ -196,6 +204,8 @@ class Prefill:
                 read.budgets.note(chooser.errors.layers(plan, self.arguments.device).cpu().numpy())
             for watcher in read.watchers:
                 watcher.chunk(self.cache)
+        if forks and not going_on.any():
+            archive.recall_all(self.layers, self.meter, True)
         for layer, before in zip(self.layers, self.prompts, strict=True):
             layer.prompt, held = None, plan.ranks.counts(layer).copy()
             if policy.keep_prompt:
@@ -205,6 +215,7 @@ class Prefill:
         """Write the meter's report."""
         own = [index in self.plan.order for index in range(len(self.cache.layers))]
         self.meter.write([layer if ours else None for layer, ours in zip(self.cache.layers, own)], self.plan.run.kv)
+        self.meter.report["reach"] = [reach.why for reach in self.reaches] or None
         for watcher in self.read.watchers:
             self.meter.report |= watcher.report(len(self.read.seen), own)
 

@@ -25,6 +25,7 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
 
     from ...models.families import context_of
     from ...models.loading import check_there, pretrained, small_llama
+    from ...policy.reach import Sizes, reach
     from ..analysis.cost import UNPATCHED, Hardware
     from ..analysis.cost import plan as cost
     from ..analysis.shape import shape_of
@@ -52,8 +53,12 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
         UNPATCHED: cost(shape, None, args.tokens, **common),
         args.policy: cost(shape, policy, args.tokens, run=run, **common),
     }
-    if policy.recall_slots is not None:
-        after = cost(shape, policy.recalling, args.tokens, run=run, **common)
+    slots = replace(shape, kv=run.archive_kv or run.kv).slot_bytes * shape.windows.count(None)
+    sizes = Sizes(slots, shape.element * (min(shape.layer_weights, shape.products) + shape.head_weights))
+    rule = reach(policy, run.archive is True, args.tokens, sizes)
+    if policy.recall_slots is not None or (policy.recall and rule.every):
+        later = replace(policy, recall_slots=1.0) if rule.every else policy
+        after = cost(shape, later.recalling, args.tokens, run=run, **common)
         runs[args.policy] |= {name: after[name] for name in ("cache_bytes", "decode")}
     print(
         f"{shape.weights / 1e9:.3g} G parameters, {len(shape.windows)} layers ({shape.windows.count(None)} evict); "
@@ -68,7 +73,7 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
         archive = runs[args.policy]["archive_bytes"]
         here = archive if run.archive is True else 2 * archive // max(shape.windows.count(None), 2)
         where = "" if run.archive is True else f" on the host, with {here / 2**30:.3g} GiB on the GPU during a recall"
-        print(f"The archive is beside the peak memory{where}; attention to it is left out.")
+        print(f"The archive is beside the peak memory{where}. An answer attends to {rule.why}.")
         archives = {"device_bytes": here, "host_bytes": 0 if run.archive is True else archive}
     if policy.rows.n_d:
         print("What the policy drafts is left out.")
