@@ -60,7 +60,7 @@ def test_turns_equal_the_unpatched_models(net, words, recall):
 
 
 def test_a_turn_reads_its_own_tokens_and_recalls_all(net, words):
-    chat = kvevict.Chat(net, words, budget=72, chunk_size=40, system="Be brief.")
+    chat = kvevict.Chat(net, words, budget=72, chunk_size=40, system="Be brief.", recall_after=16)
     for turn in TURNS:
         chat.ask(turn, max_new_tokens=20)  # an answer's first 16 tokens attend to all slots
     report, tokens = kvevict.report(chat.cache), chat.cache.get_seq_length()

@@ -21,7 +21,7 @@ POLICIES = {
     IN_8_BITS: SNAPKV | dict(recall_kv="int8"),
     "ada": SNAPKV | dict(policy="adakv"),
     "cake": SNAPKV | dict(policy="cake"),
-    "laq": dict(policy="laq", budget=24, window=4, recall=True),
+    "laq": dict(policy="laq", budget=24, window=4, recall=True, recall_after=0),
     "after": SNAPKV | dict(recall_after=3),
     "decode": SNAPKV | dict(decode=True, interval=3),
     f"decode, {IN_8_BITS}": SNAPKV | dict(decode=True, interval=3, recall_kv="int8"),
