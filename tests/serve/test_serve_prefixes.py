@@ -50,7 +50,8 @@ def test_a_text_is_read_once(alone):
     for name in FACTS:
         response = client.chat(asks(name), **OPENS)
         assert said(response) == alone[name] and cached(response) == tokens > 500
-    cache = kvevict.read(model(), client.server.tokenizer, TEXT, "take", budget=256, chunk_size=256, recall=True)
+    options = dict(budget=256, chunk_size=256, recall=True, recall_after=0)
+    cache = kvevict.read(model(), client.server.tokenizer, TEXT, "take", **options)
     want = kvevict.answer(model(), client.server.tokenizer, cache, list(map(asks, FACTS)), max_new_tokens=12)
     assert [each.strip() for each in alone.values()] == want
     assert str(FACTS["Naislet"]) in alone["Naislet"]
