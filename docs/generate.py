@@ -199,6 +199,7 @@ EXAMPLES = {
     "generate": "kvevict generate --model MODEL --file BOOK.txt --policy take+edie:recall=true --compare 'Who is she?'",
     "inspect": "kvevict inspect --model MODEL --file BOOK.txt --policy take+edie:recall=true 'Who is she?' 'And he?'",
     "models": "kvevict models gemma",
+    "papers": "kvevict papers chunkkv --quick --only table2 table7 --out chunkkv-tables",
     "plan": "kvevict plan --model MODEL --policy take+edie --budget 512 --tokens 100000",
     "plot": "kvevict plot r.jsonl --tasks facts --out facts.png",
     "policies": "kvevict policies",

@@ -13,6 +13,7 @@ take and snapkv in docs/performance.md, more under h2o, kvzip and read-twice), d
 attention's matrices and free slots.
 """
 
+import bisect
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -113,6 +114,21 @@ def plan(
     archived = (replace(shape, kv=run.archive_kv or run.kv).slot_bytes + POSITION * shape.kv_heads) * batch
     result |= dict(archive_bytes=archived * layers.count * (tokens + new_tokens)) if policy.recall else {}
     return result | dict(peak_bytes=sum(result[name] for name in peaks), seconds=bill.seconds, decode=decode)
+
+
+def largest_batch(shape: Shape, policy: Policy | None, tokens: int, memory: int, run: Run | None = None) -> int:
+    """Return the largest batch of prompts of `tokens` tokens whose peak, with the weights, is at most `memory` bytes; 0
+    if one prompt is too much."""
+
+    def fits(batch: int) -> bool:
+        return plan(shape, policy, tokens, batch=batch, new_tokens=0, run=run)["peak_bytes"] <= memory
+
+    if not fits(1):
+        return 0
+    most = 1
+    while fits(2 * most):
+        most *= 2
+    return most + bisect.bisect_left(range(most + 1, 2 * most), True, key=lambda batch: not fits(batch))
 
 
 def _check(shape: Shape, policy: Policy) -> None:

@@ -73,23 +73,29 @@ def each(says: str, policies: Iterable[str], than: str, **options: Any) -> list[
     return [Claim(says.format(better=better, than=than), better, than, **options) for better in policies]
 
 
+def words(budget: float, layers: int, adapter: str | None = None, draft: str | None = None) -> dict[str, object]:
+    """Return {a word in braces of a policy's text: its value} at a budget, for a model in which `layers` layers
+    evict."""
+    option = f"adapter={adapter}" if adapter else ""
+    return dict(
+        B=budget, B20=20 * budget, L4=max(1, layers // 4), L2=max(1, layers // 2), L34=max(1, 3 * layers // 4),
+        L=layers, adapter=option and f":{option}", and_adapter=option and f",{option}", draft=draft,
+    )  # fmt: skip
+
+
 def pairs(
     name: str, budgets: Iterable[int], mode: str, layers: int, adapter: str | None = None, draft: str | None = None
 ) -> list[tuple[Claim, list[tuple[RunSpec, RunSpec]]]]:
     """List (claim, [its two runs at each budget that can test it]) for a protocol's claims on a model in which `layers`
     layers evict. Claims that the model or the budgets cannot test are left out, and so are claims whose two sides are
     equal, as shares of few layers may be."""
-    option, found = f"adapter={adapter}" if adapter else "", []
+    found = []
     for claim in PROTOCOLS.find(name).claims:
         if layers < claim.layers or ("{draft}" in claim.better + claim.than and not draft):
             continue
         sides = []
         for budget in budgets:
-            names = dict(
-                B=budget, B20=20 * budget, L4=max(1, layers // 4), L2=max(1, layers // 2), L34=max(1, 3 * layers // 4),
-                L=layers, adapter=option and f":{option}", and_adapter=option and f",{option}", draft=draft,
-            )  # fmt: skip
-            better, than = claim.runs(budget, mode, names)
+            better, than = claim.runs(budget, mode, words(budget, layers, adapter, draft))
             if budget >= claim.least and better != than:
                 sides.append((better, than))
         if sides:

@@ -73,9 +73,11 @@ class Evaluation:
 
 
 def evaluate(
-    model: Module, tokenizer: Tokenizer, plan: Evaluation, out: str | Path, name: str = "", batch_size: int = 1
-) -> None:
-    """Append all lines that the file `out` lacks, with a progress bar. Processes that were launched together share the
+    model: Module, tokenizer: Tokenizer, plan: Evaluation, out: str | Path, name: str = "", batch_size: int = 1,
+    shared: tqdm | None = None,
+) -> None:  # fmt: skip
+    """Append all lines that the file `out` lacks, with a progress bar: `shared`, of which these lines are a part, or an
+    own one. Processes that were launched together share the
     cases, and the first process writes the file. Up to `batch_size` questions about a text that was read once are asked
     together; the full cache is asked one by one. Raises ValueError if `out` was begun with another plan or model (its
     `name` and weights), and for a prompt longer than the model's context."""
@@ -90,11 +92,13 @@ def evaluate(
     with contextlib.ExitStack() as stack:
         processes = Processes().join()
         first = processes.rank == 0
-        if first:
+        if first and shared is None:
             print(f"{len(runs)} runs of every case; results go to {out}", file=sys.stderr)
         results = stack.enter_context(Results(out, about | dataclasses.asdict(plan))) if first else None
         keys, responses = processes.broadcast((results.keys, results.responses) if first else None)
-        bar = stack.enter_context(tqdm(desc="evaluating", unit="run", disable=None if first else True))
+        bar = stack.enter_context(
+            tqdm(desc="evaluating", unit="run", disable=None if first and shared is None else True)
+        )
         for done, (task, settings) in enumerate(groups):
             cases = list(task(settings))
             if len({case.id for case in cases}) < len(cases):
@@ -116,7 +120,7 @@ def evaluate(
             texts = [text for text in texts if any(missing[case.id] for case in text)]
             for line in processes.lines(texts, measure):
                 results.write(line)
-                bar.update()
+                (shared or bar).update()
 
 
 def _lines(

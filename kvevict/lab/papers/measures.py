@@ -1,0 +1,220 @@
+"""Fills the cells of tables that are not of scores: slots that are kept, and attention to them."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ...asking.tokens import find
+from ...context import within
+from ...engine.read.layer import LayerCall
+from ...engine.watch import diagnostics
+from ...engine.watch.watcher import Watcher
+from ...policy.building import choose
+from ...policy.refinements import REFINEMENTS
+from ...train.lookahead.validation import recall, tau
+from ..analysis import compare
+from ..evaluate.intervals import student
+from ..evaluate.runs import policy_for
+from . import Found, Place, Table, Value
+from .session import Session
+
+NEW = 16  # tokens of the full cache's response
+
+
+def average(values: list[float], scale: float = 1.0) -> Value:
+    """Average numbers, one per text."""
+    n, mean = len(values), scale * sum(values) / len(values)
+    half = scale * student(values) if n > 1 else math.inf
+    return Value(mean, mean - half, mean + half, n) if math.isfinite(half) else Value(mean, n=n)
+
+
+def _left(session: Session, table: Table, ids: Tensor, row: str, column: str) -> list | None:
+    """Return the slots that a cell's policy keeps of a prompt; None if the model refuses the policy."""
+    run = session.run_of(table.cells()[row, column])
+    if not session.usable(run):
+        return None
+    chosen = policy_for(run, ids.shape[1], (0,), model=session.model)
+    return compare.left(session.model, ids, chosen.with_tokenizer(session.tokenizer))
+
+
+def jaccard(a: set[int], b: set[int]) -> float:
+    return len(a & b) / len(a | b) if a | b else 1.0
+
+
+def similarity(session: Session, table: Table) -> Found:
+    """Jaccard index of the slots that the first kv head of neighbouring layers keeps, in per cent: a mean over pairs of
+    layers and texts. The maps have every pair of layers, mean over texts."""
+
+    def measure() -> Found:
+        found, rows = Found({}), list(table.rows)
+        for column in table.columns:
+            each: list[float] = []
+            sums: dict[Place, float] = {}
+            for ids in session.prompts():
+                left = _left(session, table, ids, rows[0], column)
+                if left is None:
+                    break
+                kept = [heads[0] for heads in compare.positions(left)]
+                pairs = [jaccard(*pair) for pair in pairwise(kept)]
+                each.append(sum(pairs) / len(pairs))
+                for y, a in enumerate(kept):
+                    for x, b in enumerate(kept):
+                        sums[str(y), str(x)] = sums.get((str(y), str(x)), 0.0) + 100 * jaccard(a, b)
+            if each:
+                value = found.cells[rows[0], column] = average(each, 100)
+                title = f"{column}: {value.mean:.0f} %"
+                found.maps[title] = {place: total / len(each) for place, total in sums.items()}
+        return found
+
+    return session.kept(table.name, [list(table.rows), *table.columns.items()], measure)
+
+
+def losses(session: Session, table: Table) -> Found:
+    """ChunkKV's L1 loss of the cache and cosine of attention, of every layer (rows "layer 0", ...) and over all: the L1
+    norm of evicted keys and values as a share of that of all, and the cosine of the response's attention to the prompt
+    with the full cache and with the kept slots. The paper gives no formula; these are our reading."""
+
+    def measure() -> Found:
+        numbers: dict[Place, list[float]] = {}
+        (row,) = table.rows
+        for ids in session.prompts():
+            full = compare.full_cache(session.model, ids, NEW)
+            for column in table.columns:
+                left = _left(session, table, ids, row, column)
+                if left is None:
+                    continue
+                layers = [_loss(full.tokens, layer, heads) for layer, heads in zip(full.layers, left, strict=True)]
+                layers.append((sum(x for x, _ in layers) / len(layers), sum(y for _, y in layers) / len(layers)))
+                for index, pair in enumerate(layers):
+                    label = "all layers" if index == len(full.layers) else f"layer {index}"
+                    for what, number in zip(("L1 loss", "cosine"), pair, strict=True):
+                        numbers.setdefault((label, f"{column}, {what}"), []).append(number)
+        return Found({place: average(values) for place, values in numbers.items()})
+
+    return session.kept(table.name, [list(table.rows), *table.columns.items()], measure)
+
+
+def _loss(tokens: int, layer: tuple, heads: list) -> tuple[float, float]:
+    """Return (L1 loss, cosine) of a layer of `FullCache.layers`, of which each head keeps some slots."""
+    q, k, v, options = layer
+    kept = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
+    kept[:, :tokens] = False
+    for head, (positions, *_) in enumerate(heads):
+        kept[head, positions] = True
+    norm = torch.cat([k, v], 2)[:, :tokens].float().abs().sum(2)
+    loss = norm[~kept[:, :tokens]].sum() / norm.sum()
+    cosines = [
+        torch.cosine_similarity(before[..., :tokens], after[..., :tokens], dim=2)
+        for before, after in _attentions(tokens, q, k, v, options, kept)
+    ]
+    return float(loss), float(torch.cat(cosines).mean())
+
+
+def _attentions(
+    tokens: int, q: Tensor, k: Tensor, v: Tensor, options: dict, kept: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Return, for each kv head, the attention [G, R, n] of its group's rows with all slots and with the kept ones."""
+    sees = torch.arange(k.shape[1], device=k.device) <= torch.arange(tokens, k.shape[1], device=k.device)[:, None]
+    groups = diagnostics.by_group(q, len(k), **options)
+    return [
+        (diagnostics.attention(own, key, value, sees, **its)[0],
+         diagnostics.attention(own, key, value, sees & mask, **its)[0])
+        for (own, its), key, value, mask in zip(groups, k, v, kept, strict=True)
+    ]  # fmt: skip
+
+
+def sparsity(session: Session, table: Table) -> Found:
+    """TAKE figure 4, by layer: the share of the prompt's slots that hold 90 % of the attention of the response's first
+    row, and the share of its attention on the needle, both in per cent and means over heads."""
+
+    def measure() -> Found:
+        numbers: dict[Place, list[float]] = {}
+        few, needle = table.columns
+        for ids, case in session.asked("needle", session.texts, session.lengths[-1]):
+            full = compare.full_cache(session.model, ids, NEW)
+            place = slice(*(find(session.tokenizer, ids[0].tolist(), case.answers[0]) or (0, 0)))
+            for index, (q, k, v, options) in enumerate(full.layers):
+                everything = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
+                pairs = _attentions(full.tokens, q, k, v, options, everything)
+                a = torch.cat([before[:, :1, : full.tokens] for before, _ in pairs])
+                a = a / a.sum(-1, keepdim=True)
+                most = a.sort(-1, descending=True).values.cumsum(-1)
+                share = ((most < 0.9).sum(-1) + 1) / full.tokens
+                numbers.setdefault((f"layer {index}", few), []).append(float(share.mean()))
+                numbers.setdefault((f"layer {index}", needle), []).append(float(a[..., place].sum(-1).mean()))
+        return Found({place: average(values, 100) for place, values in numbers.items()})
+
+    return session.kept(table.name, list(table.columns), measure)
+
+
+class _Refined(Watcher):
+    """Keeps Spearman's correlation of CAOTE's and FastCAOTE's numbers for a layer's slots: `found` maps a layer's index
+    to one number per kv head."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, list[float]] = {}
+
+    def read(self, call: LayerCall, score: Tensor | None) -> None:
+        from scipy.stats import spearmanr
+
+        if score is None:
+            return
+        slots = call.slots
+        plain = call.policy.score.plain(slots, score)
+        pair = [REFINEMENTS[name]().refine(slots, plain)[0] for name in ("caote", "fastcaote")]
+        some = slots.competing[0].expand(pair[0].shape)
+        heads = zip(*pair, some, strict=True)
+        self.found[slots.index] = [float(spearmanr(a[at].cpu(), b[at].cpu()).statistic) for a, b, at in heads]
+
+
+def spearman(session: Session, table: Table) -> Found:
+    """CAOTE table 7: Spearman's correlation of CAOTE's and FastCAOTE's numbers of a prompt's slots, over snapkv's
+    scores, by layer: means over kv heads and texts."""
+
+    def measure() -> Found:
+        numbers: dict[Place, list[float]] = {}
+        (row,) = table.rows
+        for ids in session.prompts():
+            watcher = _Refined()
+            with within(watchers=(watcher,)):
+                compare.left(session.model, ids, choose("snapkv", budget=0.5, chunk_size=ids.shape[1]))
+            for index, heads in sorted(watcher.found.items()):
+                numbers.setdefault((row, str(index + 1)), []).append(sum(heads) / len(heads))
+        return Found({place: average(values) for place, values in numbers.items()})
+
+    return session.kept(table.name, list(table.rows), measure)
+
+
+def responses(session: Session, table: Table) -> Found:
+    """LookaheadKV table 8: how alike a prompt's slots are by the model's sampled and by its greedy
+    response: recall of the best k = min(512, an eighth of the slots), and Kendall's tau-b; in per cent, means over
+    layers and kv heads."""
+
+    def measure() -> Found:
+        numbers: dict[Place, list[float]] = {}
+        which, order = table.rows
+        for at, ids in enumerate(session.prompts()):
+            true = _importance(compare.full_cache(session.model, ids, NEW))
+            for column, cell in table.columns.items():
+                torch.manual_seed(at)
+                got = _importance(compare.full_cache(session.model, ids, NEW, temperature=cell["temperature"]))
+                k = max(1, min(512, ids.shape[1] // 8))
+                numbers.setdefault((which, column), []).append(float(recall(got, true, k)))
+                numbers.setdefault((order, column), []).append(float(tau(got, true)))
+        return Found({place: average(values, 100) for place, values in numbers.items()})
+
+    return session.kept(table.name, list(table.columns), measure)
+
+
+def _importance(full: compare.FullCache) -> Tensor:
+    """Return the mean attention of a response's rows to the prompt's slots, [layers, Hkv, tokens]."""
+    layers = []
+    for q, k, v, options in full.layers:
+        everything = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
+        pairs = _attentions(full.tokens, q, k, v, options, everything)
+        layers.append(torch.stack([before[..., : full.tokens].mean((0, 1)) for before, _ in pairs]))
+    return torch.stack(layers)

@@ -1,0 +1,89 @@
+"""Tables and figures of TAKE. Chunks have 128 tokens here, and a needle's text is at most as long as the model's
+context; the paper reads up to 131,072 tokens in chunks of 4,096."""
+
+from . import Setting, Table, crossed, methods, paper, slots
+from .measures import sparsity
+from .scores import scores
+from .speed import flops, speed
+
+MODEL = "LLaMA-3.1-8B"
+Z = 128
+TAKE = "take:ema_alpha=0.2"
+NO_PROBE, NO_DELAY = "take:append=false", "take:warmup_layers=none"
+ONCE = methods(SnapKV="snapkv", AdaKV="adakv:pool=avg", FastKV="fastkv", CAKE="cake")
+FIVE = {**ONCE, "TAKE": Setting(policy=TAKE, chunk=Z)}
+FULL = {"Full KV": Setting(policy="full", budget=1)}
+NEEDLES = {**ONCE, "TAKE": Setting(policy="take:ema_alpha=0.32", chunk=Z)}
+BOTH = {"NIAH": Setting(tasks="niah"), "LongBench": Setting(tasks="answers")}
+KEPT = Setting(budget=128, chunk=Z)
+
+
+# W = L/4, L/2, 3L/4 and L are {L4}, {L2}, {L34} and {L} of `protocols.words`
+WARM = {f"W = {told}": Setting(policy=f"take:warmup_budget={{B20}},warmup_layers={{{word}}}")
+        for told, word in {"L/4": "L4", "L/2": "L2", "3L/4": "L34", "L": "L"}.items()}  # fmt: skip
+TABLES = (
+    Table(
+        "table1", "LongBench with two budgets", scores,
+        {"Full KV": FULL["Full KV"], **crossed(slots(128, 512), FIVE)}, {"{task}": Setting(tasks="answers")},
+        paper={MODEL: """
+                          average
+            Full KV       48.63
+            128, SnapKV   43.03
+            128, AdaKV    43.30
+            128, FastKV   42.71
+            128, CAKE     42.03
+            128, TAKE     44.09
+            512, SnapKV   46.47
+            512, AdaKV    46.21
+            512, FastKV   46.66
+            512, CAKE     46.37
+            512, TAKE     47.45"""},
+    ),
+    Table("fig4", "Attention of each layer to a text with a needle: slots that hold 90 % of it, share of the needle",
+          sparsity, {}, {"slots with 90 %": Setting(), "on the needle": Setting()}),
+    Table("fig5", "Needle in a haystack: depth by tokens (figures 8 to 13 have other budgets)", scores, slots(64, 128),
+          NEEDLES, Setting(tasks="niah"), kind="map"),
+    Table(
+        "fig6", "Time to the first token and memory by tokens", speed,
+        crossed({**FULL, **FIVE}, {"{length}": Setting()}),
+        {name: Setting() for name in ("first token s", "peak MiB", "KV MiB")}, Setting(budget=128, new=8),
+        kind="panels", unit="",
+    ),
+    Table(
+        "fig6a", "Computed for LLaMA-3.1-8B and 131,072 tokens: memory, and appendix B's FLOPs of attention", flops,
+        {"Full KV": FULL["Full KV"], **methods(SnapKV="snapkv", TAKE="take:warmup_budget=10240")},
+        {name: Setting() for name in ("peak GB", "KV and activations, GB", "attention FLOPs, %")}, Setting(budget=512),
+        kind="panels", unit="",
+        paper={"H800": """
+                     peak GB  KV and activations, GB  attention FLOPs, %
+            Full KV  48.91    32.84                   100
+            SnapKV   31.90    15.83                   -
+            TAKE     18.99    2.92                    7.10"""},
+    ),
+    Table(
+        "table2", "Ablation of probe and delay, with B_warmup of 20 B", scores,
+        {
+            "Chunk-only": Setting(policy=NO_PROBE + ",warmup_layers=none"),
+            "w/o Probe": Setting(policy=NO_PROBE + ",warmup_budget={B20}"),
+            "w/o Delay": Setting(policy=NO_DELAY), "TAKE": Setting(policy="take:warmup_budget={B20}"),
+        }, BOTH, KEPT, layers=4,
+        paper={MODEL: """
+                        NIAH   LongBench
+            Chunk-only  10.90  26.46
+            w/o Probe   10.90  26.46
+            w/o Delay   80.00  45.89
+            TAKE        91.8   47.45"""},
+    ),
+    Table("fig7", "Layers W that wait, with B_warmup of 20 B, and B_warmup with W = L/2", scores,
+          {**WARM, "B_warmup = B": Setting(policy="take:warmup_budget={B}"),
+           "B_warmup = 20 B": Setting(policy="take:warmup_budget={B20}")}, BOTH, KEPT, layers=4),
+)  # fmt: skip
+
+paper(
+    "take",
+    "TAKE",
+    TABLES,
+    table3="table1 with 256 and 1024 slots: `kvevict eval --budgets`",
+    table4="another model: give it by --model",
+    fig8="fig5 with another --model",
+)
