@@ -8,12 +8,9 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from ...policy.registry import Registry, load_folder
-
-if TYPE_CHECKING:
-    from .session import Session
 
 PAPERS = Registry("paper", listed=True)
 NUMBER = r"[-+]?\d[\d.]*(e[-+]?\d+)?"
@@ -81,7 +78,7 @@ class Table:
 
     name       table2, fig3
     says       what it shows, and what differs from the paper here
-    measure    the function that fills its cells
+    measure    the function (session, table) that fills its cells
     rows, columns, common   the settings of a cell are those of its row, its column and the table together
     paper      {model: the paper's numbers}, each a text for `numbers`; "" as model: no model's
     kind       of picture: "points" (rows along x, a colour per column), "panels" (a panel per column) or "map"
@@ -93,7 +90,7 @@ class Table:
 
     name: str
     says: str
-    measure: Callable[[Session, Table], Found]
+    measure: Callable[..., Found]
     rows: Settings
     columns: Settings
     common: Setting = field(default_factory=lambda: Setting())
