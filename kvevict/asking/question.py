@@ -16,6 +16,7 @@ from ..policy.policy import Policy
 from ..policy.rows import Found, Question, Rows
 from . import prompts
 from .place import END, fitting, ids_of_row, in_last_part, is_near, reads_last_rows, unfound, warn_if_long
+from .request import of_whole
 from .sentences import PARAGRAPH, question_before, question_of, same
 from .tokens import find, squeezed, start_after
 from .turns import Turns
@@ -202,6 +203,8 @@ class LastTurn(Finder):
         policy: Policy = arguments.policy
         rows: Any = policy.rows
         tokens = np.maximum(prompt - arguments.padding, 0)
+        for b, n in enumerate(tokens.tolist() if arguments.ids is not None else ()):
+            of_whole(policy, n + arguments.seen[b], lambda b=b, n=n: self._turn(ids_of_row(arguments, b, n))[0])
         if arguments.ids is None or not rows.at_the_end:
             return rows, unfound(rows, tokens.tolist(), "the prompt is given as embeddings, without its tokens' ids")
         last, tokens = rows.lengths(tokens).tolist(), tokens.tolist()
@@ -239,15 +242,18 @@ class LastTurn(Finder):
         rest, tail = squeezed(self.tokenizer.decode(ids[span[1] :])), squeezed(self._turns.tail)
         return len(ids) - span[1] > FEW and not (tail and rest.endswith(tail))
 
+    def _turn(self, ids: list) -> tuple[str, str]:
+        """Return (the last user's turn of a prompt, the text after it)."""
+        turn, rest = self._turns.last(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        if self.request and not self._turns.opened:  # without a template nothing shows where the last turn begins
+            return self.request, ""
+        return (self.request or turn if not turn or squeezed(self.request) in squeezed(turn) else turn), rest
+
     def _found(self, ids: list, seen: int = 0) -> tuple:
         """Find the question in a prompt that is read after `seen` tokens. Returns a pair: the spans whose queries are
         to score the slots, in order; and (start, stop, whether nothing repeats it) of a question before the text, or
         None."""
-        turn, rest = self._turns.last(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        if self.request and not self._turns.opened:  # without a template nothing shows where the last turn begins
-            turn, rest = self.request, ""
-        elif not turn or squeezed(self.request) in squeezed(turn):
-            turn = self.request or turn
+        turn, rest = self._turn(ids)
         asked, opens = question_of(turn), question_before(turn)
         echo = asked and squeezed(asked) in squeezed(rest)  # a tool's call or result repeats the question
         after = find(self.tokenizer, ids, rest) if echo else None
