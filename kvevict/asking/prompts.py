@@ -48,14 +48,19 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
-def frame(tokenizer: Tokenizer, question: str, opening: str = "", chat: bool = True) -> tuple[list[int], list[int]]:
+def frame(
+    tokenizer: Tokenizer, question: str, opening: str = "", chat: bool = True, system: str = ""
+) -> tuple[list[int], list[int]]:
     """Return (ids before a text, ids after it). After a text stand the question and the opening of the answer. In a
     chat template, if the tokenizer has one and `chat` is true, the question ends the user's turn and the opening starts
-    the assistant's. Raises ValueError for a template that refuses a single user's turn or changes its text."""
+    the assistant's. The `system` prompt, if any, is a turn before these; without a template it opens the prompt. Raises
+    ValueError for a template that refuses these turns or changes the user's text."""
     if not (chat and tokenizer.chat_template):
-        return tokenizer("")["input_ids"], ids_of(tokenizer, question + opening)
+        before = ids_of(tokenizer, f"{system}\n\n") if system else []
+        return tokenizer("")["input_ids"] + before, ids_of(tokenizer, question + opening)
     try:
-        parts = rendered(tokenizer, [{"role": "user", "content": MARK + MARK}], "a user's turn alone").split(MARK)
+        first = [dict(role="system", content=system)] if system else []
+        parts = rendered(tokenizer, [*first, dict(role="user", content=MARK + MARK)], "a user's turn alone").split(MARK)
     except ValueError as error:
         raise ValueError(f"{error}; set another chat_template") from None
     if len(parts) != 3:

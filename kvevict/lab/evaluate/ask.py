@@ -63,7 +63,7 @@ class AskedCase:
 def encode(model: Module, tokenizer: Tokenizer, case: Case) -> EncodedPrompt:
     """Encode a case, in the tokenizer's chat template if it has one, unless the case's tag `chat` is False."""
     asked, chat = case.question.removesuffix(case.opening), case.tags.get("chat") is not False
-    head, question = frame(tokenizer, asked, case.opening, chat)
+    head, question = frame(tokenizer, asked, case.opening, chat, case.system)
     answer = ids_of(tokenizer, case.answers[0]) if case.metric == PERPLEXITY else None
     context = head + ids_of(tokenizer, case.context)
     said = find(tokenizer, context + question, case.said) if case.said else None

@@ -38,6 +38,7 @@ class Case:
     tags: dict = field(default_factory=dict)  # for grouping tables: length, depth, facts, ...
     opening: str = ""  # the end of `question` that opens the answer: a chat template gives it to the assistant
     one_line: bool = False  # whether the answer ends with its first line
+    system: str = ""  # the system prompt, before the context
     said: str = ""  # the question alone, if the prompt has other words around it; else ""
     likelihood: bool = False  # whether the likelihood of answers[0] after the question is measured too
     classes: tuple[str, ...] = ()  # all classes of a classification task, which its metric needs
