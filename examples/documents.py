@@ -3,8 +3,8 @@
 python examples/documents.py MODEL --documents FOLDER --questions QUESTIONS.txt --out answers.jsonl
 
 FOLDER has text files, QUESTIONS.txt a question a line. A line of answers.jsonl is {"document", "question", "answer"}.
-Run again, it goes on with the documents that are not in the file. `recall=True` lets every question choose its slots
-from all of a document: its archive takes the memory of a full cache, for one document at a time.
+Run again, it goes on with the documents that are not in the file. With `recall=True` every question attends to all of a
+document: its archive takes the memory of a full cache, for one document at a time.
 """
 
 import argparse

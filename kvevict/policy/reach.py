@@ -48,7 +48,7 @@ def sizes_of(decoder: nn.Module, kind: str) -> Sizes:
     `kv.KINDS`. Of embeddings a token reads rows only, but the output matrix is as large as one, and of a mixture's
     weights those of the chosen experts."""
     config: Any = decoder.config
-    dtype = next(decoder.parameters()).dtype
+    dtype = next(w.dtype for w in decoder.parameters() if w.is_floating_point())
     embeddings = {id(w) for each in decoder.modules() if isinstance(each, nn.Embedding) for w in each.parameters()}
     chosen = getattr(config, "num_experts_per_tok", None) or 1
     read = config.vocab_size * config.hidden_size * dtype.itemsize
