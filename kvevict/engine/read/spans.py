@@ -215,7 +215,7 @@ class Prefill:
         """Write the meter's report."""
         own = [index in self.plan.order for index in range(len(self.cache.layers))]
         self.meter.write([layer if ours else None for layer, ours in zip(self.cache.layers, own)], self.plan.run.kv)
-        self.meter.report["reach"] = [reach.why for reach in self.reaches] or None
+        self.meter.report |= dict(reach=[reach.why for reach in self.reaches] or None)
         for watcher in self.read.watchers:
             self.meter.report |= watcher.report(len(self.read.seen), own)
 
