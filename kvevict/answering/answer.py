@@ -52,7 +52,7 @@ def read(
                       "take+edie"; else "gate", if gates were trained for the model (in its folder, or named for it
                       before); else "read-twice", in chunks that can be repeated within the model's positions. Budget
                       and kv are by default a patched model's, if it has a policy. With recall=True each question
-                      chooses its slots from all tokens
+                      attends to all tokens
     file              with recall=True: the file that the cache is written to, as by `save_cache`. During the read every
                       chunk is written to a part in the folder FILE.parts. A call with an equal text, model and policy
                       loads the file, or goes on after the parts that a killed process left. If the text begins with the
@@ -112,7 +112,8 @@ def answer(
                       share a batch. With a state in a layer, or positions of several axes, each question is asked alone
 
     All questions share the context's kept slots. All tokens of a question and its answer are kept after them. But if
-    the context was read with recall=True, each question chooses its slots anew, within the budget, from all tokens.
+    the context was read with recall=True, each question attends to all tokens, and its answer as far as `recall_slots`
+    says (`kvevict.policy.Policy`).
     Raises ValueError or TypeError for a context or questions that cannot be used.
     """
     count("max_new_tokens", max_new_tokens, 1)

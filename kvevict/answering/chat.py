@@ -43,8 +43,8 @@ class Chat:
     chat = kvevict.Chat.load("chat.safetensors", model, tokenizer)
 
     model, tokenizer  as `kvevict.patch` takes them; the tokenizer has a chat template
-    policy, options   as `kvevict.patch` takes them, with recall=True by default: all tokens stay in an archive, from
-                      which every turn chooses its slots, and a turn reads only its own tokens. With recall=False
+    policy, options   as `kvevict.patch` takes them, with recall=True by default: all tokens stay in an archive, to
+                      which every turn attends, and a turn reads only its own tokens. With recall=False
                       memory is bounded, and every turn reads the whole chat again
     system            the system prompt, if any
     tools             the tools that the template shows to the model, as `apply_chat_template` takes them
