@@ -23,9 +23,10 @@ except ImportError as error:
 from tqdm import tqdm
 
 from .answering.answer import KEEPS
+from .engine.hook.installed import plan_of
 from .models.compat import CACHE, cache_of
 from .models.families import device_of
-from .patch import evicting, patch
+from .patch import evicting, find_decoder, patch
 from .policy import peers
 from .policy.checks import unknown
 from .policy.parts import PARTS
@@ -42,9 +43,13 @@ class KVEvict(HFLM):
     any other argument                                         as lm-eval's `hf` takes it
 
     The patched model generates answers. For log-likelihoods each context is read once, with eviction, and each of its
-    continuations is scored after the kept slots. Raises ValueError for rolling log-likelihoods, which have no context
-    to evict from.
+    continuations is scored after the kept slots. For rolling log-likelihoods (perplexity) each of lm-eval's windows of
+    a text is read in chunks of `chunk_size` tokens, with an eviction after each; a token's likelihood is that given
+    the tokens of its chunk so far and the kept slots. Raises ValueError for rolling log-likelihoods under a policy that
+    reads a text in one pass, or whose slots are chosen by later tokens of the text.
     """
+
+    rolls = False  # whether the texts of rolling log-likelihoods are scored
 
     def __init__(self, pretrained: Any, policy: Any = DEFAULT, budget: Any = None, **arguments: Any) -> None:
         names = option_names()
@@ -57,10 +62,24 @@ class KVEvict(HFLM):
         patch(self.model, policy, budget=budget, tokenizer=self.tokenizer, **options)
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-        raise ValueError(
-            "rolling log-likelihoods score a text from its first token on, without a context to evict from; "
-            "run `kvevict eval --tasks perplexity`, or lm-eval's model hf"
-        )
+        plan = plan_of(find_decoder(self.model))
+        policy = plan.policy if plan is not None else None
+        size = 0 if policy is None else policy.chunk_size
+        if policy is not None and (size is None or policy.schedule != "chunk"):
+            raise ValueError(
+                "rolling log-likelihoods under eviction need a policy that evicts after each chunk of a text: give "
+                "chunk_size=128, or another number of tokens"
+            )
+        if policy is not None and not policy.rows.repeats and policy.rows.appended(2**20, size or 0, False):
+            raise ValueError(
+                f"rolling log-likelihoods: {type(policy.rows).__name__} rows know tokens after their chunk, which are "
+                "to be scored; choose h2o, tova, snapkv or another policy that a chunk's own rows observe for"
+            )
+        self.rolls = True
+        try:
+            return super().loglikelihood_rolling(requests, disable_tqdm)
+        finally:
+            self.rolls = False
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = False, override_bs: object = None) -> list:
@@ -72,6 +91,11 @@ class KVEvict(HFLM):
         answers: list = [None] * len(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         for context, group in itertools.groupby(order, key=contexts.__getitem__):
+            if self.rolls:
+                for at in group:
+                    answers[at] = self._under_eviction(context, requests[at][2])
+                    bar.update()
+                continue
             read = self.model(self._row(context), logits_to_keep=1, use_cache=True)
             with evicting(self.model, KEEPS):
                 for at in group:
@@ -87,6 +111,17 @@ class KVEvict(HFLM):
         if len(continuation) > 1:
             rest = self.model(truth[:, :-1], **{CACHE: cache_of(read).fork()}, use_cache=True).logits
             logits = torch.cat([logits, rest], 1)
+        return self._likelihood(logits, truth)
+
+    def _under_eviction(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+        """Do what `_scored` does for a continuation that is read together with its context, in chunks."""
+        wanted = len(continuation)
+        read = self.model(self._row(context + continuation[:-1]), logits_to_keep=wanted, use_cache=True)
+        return self._likelihood(read.logits, self._row(continuation))
+
+    def _likelihood(self, logits: torch.Tensor, truth: torch.Tensor) -> tuple[float, bool]:
+        """Return the log-likelihood of the ids truth [1, R] by the logits [1, R, vocabulary] that predict these, and
+        whether greedy decoding would write all of them."""
         logprobs = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
         greedy = bool((logprobs.argmax(-1) == truth).all())
         return float(logprobs.gather(2, truth[..., None]).sum()), greedy

@@ -266,8 +266,9 @@ def layer64(N, q, logit, cache, left, alive):
         moved = moved + sum(eq24(head, v, ~kept) ** 2 for head in a)
         wrong = wrong + (a @ v - b @ stored[1]).pow(2).sum((0, 2))
         length = length + (a @ v).pow(2).sum((0, 2))
+        far = ((a @ v)[:, :, None] - v[:N]).abs().sum(-1)  # [G, R, N]
         a = a[..., :N]
-        best = a.mean((0, 1)).tolist()
+        best = (a / (1 - a) * far).sum((0, 1)).tolist()
         tops.append(sum(i in slots for i in sorted(range(N), key=lambda i: -best[i])[:16]) / 16)
         mass, kept_mass = mass + a.sum(), kept_mass + a[..., kept[:N]].sum()
     return [moved.sqrt().mean(), (wrong / length).sqrt().mean(), kept_mass / mass, sum(tops) / len(tops)]
@@ -314,6 +315,31 @@ def test_compare(preset, family):
         assert list(got) == list(compare.NAMES)
 
 
+def test_figure_3():
+    """The errors are brute-force removals by the last rows, and the shares are counted by hand, in float64."""
+    made, prompt = model(), tokens([[57]], 3)[0][0]
+    row = oracle.Row(made, "edie", 100, window=28)
+    row.read(prompt.tolist())
+    exact = compare.errors(made, prompt[None])
+    guess = compare.scores(made, prompt[None], build("snapkv", window=28, budget=40))
+    for index, (errors, scores, share) in enumerate(zip(exact, guess, compare.found(exact, guess), strict=True)):
+        shares, seen = [], row.calls[index]
+        for g, a in enumerate(seen.attention):
+            a, v = a[:, -28:], seen.layer.v[g]
+            o, moved = a @ v, torch.zeros(57, dtype=torch.double)
+            for m in range(29):
+                rest = a.clone()
+                rest[..., m] = 0
+                moved[m] = (o - rest / rest.sum(-1, keepdim=True) @ v).abs().sum()
+            torch.testing.assert_close(errors[g, :29].double(), moved[:29], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(scores[g].double(), a.sum(1).mean(0), rtol=1e-4, atol=1e-6)
+            best, guessed = (set(x[:29].argsort(descending=True)[:16].tolist()) for x in (moved, a.sum((0, 1))))
+            shares.append(len(best & guessed) / 16)
+        assert share == pytest.approx(sum(shares) / len(shares)) and share < 1
+    with pytest.raises(ValueError, match="a prompt of 5 tokens is too short to be scored"):
+        compare.scores(made, prompt[None, :5], build("snapkv", window=4, budget=40))
+
+
 @pytest.mark.parametrize("budget", [57, 200])
 def test_compare_when_nothing_goes(budget):
     made, prompt = model(), tokens([[57]], 0)[0][0]
@@ -345,14 +371,14 @@ def test_command(tmp_path, capsys):
     kept = [compare.positions(one) for one in left]
     for a, name in enumerate(policies):
         run = result["runs"][name]
-        assert run["layers"] == compare.compare(full, left[a])
-        for metric in compare.NAMES:
+        assert [{n: layer[n] for n in compare.NAMES} for layer in run["layers"]] == compare.compare(full, left[a])
+        for metric in (*compare.NAMES, compare.FOUND):
             assert run[metric] == pytest.approx(sum(layer[metric] for layer in run["layers"]) / 4)
         assert run["slots"] == [24, 24]
         lines = [line.split() for line in printed.splitlines() if line.startswith(name)]
         overlaps = [compare.overlap(kept[a], other) for other in kept]
         assert list(result["overlap"][name].values()) == overlaps
-        assert lines[0][1:] == ["24", *(f"{run[metric]:.3f}" for metric in compare.NAMES)]
+        assert lines[0][1:] == ["24", *(f"{run[metric]:.3f}" for metric in (*compare.NAMES, compare.FOUND))]
         assert lines[1][1:] == [f"{x:.2f}" for x in overlaps]
 
 

@@ -7,8 +7,10 @@ import sys
 import types
 from pathlib import Path
 
+import oracle
 import pytest
 import tiny
+import torch
 
 pytest.importorskip("lm_eval")
 
@@ -16,6 +18,7 @@ import lm_eval
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows
 
 import kvevict
 from kvevict.lm_eval import KVEvict
@@ -77,8 +80,33 @@ def test_mistakes(folder):
         load(KVEvict, folder, policy="tak")
     with pytest.raises(ValueError, match="unknown argument 'wndow'; did you mean 'window'"):
         load(KVEvict, folder, policy="snapkv", wndow=3)
-    with pytest.raises(ValueError, match="rolling log-likelihoods"):
-        load(KVEvict, folder).loglikelihood_rolling(asked("loglikelihood_rolling", [("text",)]))
+    text = asked("loglikelihood_rolling", [("text",)])
+    with pytest.raises(ValueError, match="rolling log-likelihoods under eviction need a policy"):
+        load(KVEvict, folder, policy="snapkv").loglikelihood_rolling(text)
+    with pytest.raises(ValueError, match="rolling log-likelihoods: Probe rows know tokens after their chunk"):
+        load(KVEvict, folder).loglikelihood_rolling(text)
+
+
+def rolled(kind, folder, **options):
+    texts = asked("loglikelihood_rolling", [(text,) for text in (*CONTEXTS, "short")])
+    return load(kind, folder, **options).loglikelihood_rolling(texts, disable_tqdm=True)
+
+
+def test_rolling_scores(folder):
+    """With everything kept those of the unpatched model, also of a text of two windows; under eviction those of the
+    float64 oracle, which reads each window in chunks."""
+    want = rolled(HFLM, folder)
+    assert rolled(KVEvict, folder, policy="h2o", budget=4096, chunk_size=16) == pytest.approx(want, rel=1e-5)
+    net = load(HFLM, folder)
+    for policy in ("h2o", "snapkv:window=4"):
+        mine = rolled(KVEvict, folder, policy=policy, budget=12, chunk_size=16)
+        for text, score, whole in zip((*CONTEXTS, "short"), mine, want, strict=True):
+            total, ids = 0.0, net.tok_encode(text)
+            for context, truth in get_rolling_token_windows(ids, net.prefix_token_id, LONGEST, 1):
+                logits = oracle.Row(net.model, policy, 12, chunk_size=16).read(context)[-len(truth) :]
+                total -= torch.nn.functional.cross_entropy(logits, torch.tensor(truth), reduction="sum").item()
+            assert score == pytest.approx(total, rel=1e-5)
+            assert (abs(score - whole) > 0.01) is (len(ids) > 12)
 
 
 YAML = Path(lm_eval.__file__).parent / "tasks"

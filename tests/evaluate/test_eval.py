@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import oracle
 import pytest
 import torch
 import toy_task
@@ -95,6 +96,26 @@ def test_perplexity(net, tmp_path):
         assert line["prompt_tokens"] == 40
     known, later = (next(x for x in lines if x["mode"] == m and x["budget"] == 16) for m in ("known", "later"))
     assert known["score"] != later["score"]  # five of the prompt's tokens are the question
+
+
+@pytest.mark.parametrize("policy, decodes", [
+    ("h2o", True), ("h2o:decode=False", False), ("h2o+caote", True), ("snapkv:window=4,decode=True,interval=3", True),
+])  # fmt: skip
+def test_perplexity_under_eviction(net, tmp_path, policy, decodes):
+    """In mode `known` the continuation is decoded token by token, against the float64 oracle; in mode `later`, and if
+    the policy evicts nothing while decoding, all of it is read over the slots that the prompt left."""
+    lines = results(net, tmp_path / "r", tasks=("toy-perplexity",), policies=(policy,), chunk_sizes=(20,), cases=1)
+    case = next(toy_perplexity(plan().groups(tokenizer())[0][1]))
+    prompt, answer = (tokenizer()(text)["input_ids"] for text in (case.context + case.question, case.answers[0]))
+
+    def oracle_s(**options):
+        row = oracle.Row(net, policy, 16, chunk_size=20, **options)
+        logits = [row.read(prompt)[-1], *(row.step(token) for token in answer[:-1])]
+        return torch.nn.functional.cross_entropy(torch.stack(logits), torch.tensor(answer)).item()
+
+    known, later = (next(x["score"] for x in lines if x["mode"] == mode) for mode in ("known", "later"))
+    assert known == pytest.approx(oracle_s(), abs=1e-5) and later != known
+    assert (abs(known - oracle_s(decode=False)) > 1e-3) is decodes
 
 
 def test_an_oracle_is_given_what_comes(net, tmp_path, monkeypatch):
@@ -315,6 +336,7 @@ def test_perplexity_in_tables():
     half = NORMAL * math.sqrt(0.02 / 2)  # variance of 3.0 and 3.2: 0.02
     assert (cell.mean, cell.low, cell.high) == pytest.approx([math.exp(3.1 + d) for d in (0, -half, half)])
     assert cell.share == pytest.approx(math.exp(2.5) / math.exp(3.1))
+    assert cell.gap == pytest.approx((0.6, 12.7062 * 0.4)) and str(cell).endswith("; +0.600 ±5.082")  # Student's t
 
 
 def test_rendered():

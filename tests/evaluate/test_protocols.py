@@ -86,7 +86,7 @@ def lines(task, metric, scores):
 def told(scores, metric="exact", budgets=(64,), **options):
     claim = protocols.Claim("x", "a", "b", **options)
     sides = [claim.runs(budget, "known", {}) for budget in budgets]
-    of = metric == "fidelity"
+    of = metric if metric in claims.UNITS else claims.ANSWERS
     found = claims.scores(lines("t", metric, scores), of)
     apart = claims.compared(found, sides, of)
     return apart, apart.verdict((claim.margin or 0) * claims.usual(found, sides, of))
@@ -104,6 +104,10 @@ def test_verdicts():
     nearer = {("a", 64): [0.1 + i / 1e4 for i in range(40)], ("b", 64): [0.3] * 40}
     apart, verdict = told(nearer, "fidelity")
     assert verdict == "yes" and apart.mean > 0 and apart.won == 40
+    likelier = {("full", None): [2.0] * 40} | {run: [2 + x for x in numbers] for run, numbers in nearer.items()}
+    assert told(likelier, "perplexity")[0].mean == pytest.approx(apart.mean)
+    likelier["a", 64] = [2.32 + i / 1e4 for i in range(40)]  # farther from the full cache, by 7 % of the loss
+    assert [told(likelier, "perplexity", margin=margin)[1] for margin in (0.05, 0.1)] == ["no", "yes"]
 
 
 def test_a_case_counts_once_over_its_budgets():
@@ -126,6 +130,13 @@ def test_command(tmp_path, capsys):
     hybrid = 'chunkkv:select_by_layer=[[2,null,"token"]]'  # of the model's four layers
     assert hybrid in {line["policy"] for line in found}
     assert main([*run[:1], "--out", out, "--table-only"]) == 0
+    assert capsys.readouterr().out == printed
+    settings["settings"]["protocol"] = None  # as if the policies had been named
+    Path(out).write_text("".join(json.dumps(each) + "\n" for each in [settings, *found]))
+    assert main([*run[:1], "--out", out, "--table-only"]) == 0
+    plain = capsys.readouterr().out.splitlines()
+    assert plain[:-1] == printed.splitlines()[: len(plain) - 1] and "its table of chunk sizes" not in " ".join(plain)
+    assert main([*run[:3], "--out", out, "--table-only"]) == 0
     assert capsys.readouterr().out == printed
 
 

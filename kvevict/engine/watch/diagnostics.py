@@ -15,6 +15,7 @@ from ..read.layer import LayerCall
 from .watcher import Watcher
 
 ROWS = 64
+LEAST = 1e-6  # smallest 1 - a by which an error of a removal is divided (METHODS section 1)
 NAMES = ("evictions", "joint_error", "output_error", "recall")
 
 

@@ -1,5 +1,5 @@
 """Compares the slots that a policy kept of one prompt with the full cache, by the attention of the full cache's
-response to the prompt."""
+response to the prompt, and a policy's scores with the exact errors of removing single slots."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -16,9 +16,14 @@ from ...models.compat import cache_of
 from ...patch import evicting
 from ...policy.building import Chosen
 from ...policy.policy import Policy
+from ...policy.rows import ROWS
+from ...policy.scores import SCORES
 
 CHUNK = 4096  # tokens read at once into the full cache, which bounds the memory of activations
 NAMES = ("joint_error", "output_error", "recall", "top16")
+FOUND = "found16"  # name of the numbers of `found`
+BEST = 16  # number of slots in EDIE's figure 3
+WINDOW = 32  # rows whose outputs move in EDIE's figure 3, at most half of the prompt
 
 
 class _Queries(Watcher):
@@ -96,8 +101,8 @@ def compare(full: FullCache, kept: list) -> list:
                    earlier eviction)
     recall         share of the response's attention to the prompt that falls on kept slots, with the full cache's
                    attention
-    top16          share that is kept of the 16 prompt slots with the most attention, averaged over the GQA group and
-                   the response's rows (EDIE figure 3)
+    top16          share that is kept of the 16 prompt slots whose single removal moves the attention output most: EDIE
+                   eq. 7, summed over the GQA group and the response's rows
     """
     return [_layer(full.tokens, *layer, heads) for layer, heads in zip(full.layers, kept, strict=True)]  # type: ignore[call-arg]
 
@@ -122,7 +127,7 @@ def _layer(tokens: int, q: Tensor, k: Tensor, v: Tensor, options: dict, heads: l
 def _head(tokens: int, group: tuple, k: Tensor, v: Tensor, stored_k: Tensor, stored_v: Tensor, kept: Tensor) -> tuple:
     """Compute the numbers of one kv head, with G query heads. Returns three attention outputs [G, R, D], over the full
     cache, over its kept slots and over the stored slots; the full cache's attention [G, R] to the prompt and to its
-    kept slots; and the kept share of the 16 slots with the most attention."""
+    kept slots; and the kept share of the 16 slots of the largest removal error."""
     q, options = group
     column = torch.arange(len(k), device=k.device)
     sees = column <= column[tokens:, None]
@@ -130,8 +135,62 @@ def _head(tokens: int, group: tuple, k: Tensor, v: Tensor, stored_k: Tensor, sto
     _, chosen = diagnostics.attention(q, k, v, sees & kept, **options)
     _, after = diagnostics.attention(q, stored_k, stored_v, sees & kept, **options)
     a = a[..., :tokens]
-    best = kept[a.mean((0, 1)).topk(min(16, tokens)).indices].float().mean()
+    moved = a / (1 - a).clamp_min(diagnostics.LEAST) * torch.cdist(before, v[:tokens].float().expand(len(a), -1, -1), 1)
+    best = kept[moved.sum((0, 1)).topk(min(BEST, tokens)).indices].float().mean()
     return before, chosen, after, a.sum(2), (a * kept[:tokens]).sum(2), best
+
+
+class _Scores(Watcher):
+    """Keeps each layer's last scores of its slots: layer's index -> [Hkv, tokens], neither pooled nor refined."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Tensor] = {}
+
+    def read(self, call: LayerCall, score: Tensor | None) -> None:
+        if score is not None:
+            plain = call.policy.score.plain(call.slots, score)
+            self.found[call.slots.index] = plain[0].expand(call.slots.n.shape[1], -1).clone()
+
+
+@torch.no_grad()
+def scores(model: torch.nn.Module, ids: Tensor, policy: Policy) -> list[Tensor]:
+    """Read a prompt, ids [1, N], in one pass. Returns the score that the policy's rows and score give each slot before
+    any is evicted, neither pooled nor refined: [Hkv, N] for each evicting layer. Raises ValueError for a prompt that
+    the policy's smallest budget holds, since it is not scored."""
+    alone = Policy(rows=policy.rows, score=policy.score, carry=policy.carry)
+    alone = dataclasses.replace(alone, budget=alone.smallest_budget(), decode=False)
+    if ids.shape[1] <= alone.smallest_budget():
+        raise ValueError(f"a prompt of {ids.shape[1]} tokens is too short to be scored: give a longer one")
+    watcher = _Scores()
+    with evicting(model, alone, tokenizer=False), within(watchers=(watcher,)):
+        model(ids, use_cache=True, logits_to_keep=1)
+    return [found for _, found in sorted(watcher.found.items())]
+
+
+def errors(model: torch.nn.Module, ids: Tensor) -> list[Tensor]:
+    """Return what `scores` does for the exact error of removing each slot alone, the 1-norm of how far the outputs of
+    the prompt's last `WINDOW` rows move (EDIE eq. 7), summed over these rows and the GQA group."""
+    window = ROWS.find("window")(min(WINDOW, ids.shape[1] // 2))
+    return scores(model, ids, Policy(rows=window, score=SCORES.find("edie-exact")(weight="none")))
+
+
+def found(exact: list[Tensor], estimate: list[Tensor]) -> list[float]:
+    """Return, for each layer, the share of the `BEST` slots of the largest exact error that are among as many slots of
+    the largest estimate: the mean over kv heads. Slots of the last `WINDOW` rows take no part (EDIE figure 3).
+
+    exact, estimate   the results of `errors` and of `scores`
+    """
+    shares = []
+    for both in zip(exact, estimate, strict=True):
+        before = both[0].shape[1] - min(WINDOW, both[0].shape[1] // 2)
+        best = [torch.zeros_like(x, dtype=torch.bool).scatter(1, _best(x[:, :before]), True) for x in both]
+        shares.append(float((best[0] & best[1]).sum() / best[0].sum()))
+    return shares
+
+
+def _best(x: Tensor) -> Tensor:
+    """Return the indices of the `BEST` largest numbers of each row; of equal numbers, the first."""
+    return x.sort(dim=1, descending=True, stable=True).indices[:, :BEST]
 
 
 def positions(kept: list) -> list:

@@ -36,7 +36,7 @@ def diagnose(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
         raise ValueError(f"--cases {args.cases}: a file is one text; leave out --file and the question, or --cases")
     from tqdm import tqdm
 
-    from ..analysis.compare import NAMES
+    from ..analysis.compare import FOUND, NAMES
     from ..evaluate.intervals import standard_error
 
     policies = build_policies(args.policies, args)
@@ -44,11 +44,11 @@ def diagnose(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     with tqdm(total=len(prompts) * len(policies), unit="policy", delay=1, leave=False, disable=None) as bar:
         each = [one(model, tokenizer, policies, *prompt, bar) for prompt in prompts]
     found, said = mean([found for found, _ in each]), [said for _, said in each]
-    numbers = {key: {n: [alone["runs"][key][n] for alone, _ in each] for n in NAMES} for key in policies}
+    numbers = {key: {n: [alone["runs"][key][n] for alone, _ in each] for n in (*NAMES, FOUND)} for key in policies}
     wide = standard_error if len(each) > 1 else lambda values: None
     errors = {key: {n: wide(values) for n, values in own.items()} for key, own in numbers.items()}
     print(f"{round(found['tokens'])} prompt tokens, budget {args.budget}; the full cache answers: {'; '.join(said)}\n")
-    heads = ("", "slots/head", "joint error", "output error", "recall", "top 16")
+    heads = ("", "slots/head", "joint error", "output error", "recall", "top 16", "found 16")
     print(grid([heads, *((key, *cells(run, errors[key])) for key, run in found["runs"].items())]))
     print("\nOverlap (Jaccard) of the slots that they keep\n")
     rows = [(key, *(f"{value:.2f}" for value in row.values())) for key, row in found["overlap"].items()]
@@ -93,13 +93,15 @@ def one(
     ids = prompt.row(device_of(model))
     stop = until_line_end(tokenizer, ids.shape[1]) if one_line else None
     full = compare.full_cache(model, ids, new_tokens, stop)
-    kept, runs = {}, {}
+    exact, kept, runs = compare.errors(model, ids), {}, {}
     for key, chosen in policies.items():
         informed = chosen._replace(policy=compare.informed(chosen.policy, full.response))
         left = compare.left(model, ids, informed.with_tokenizer(tokenizer))
+        estimate = compare.found(exact, compare.scores(model, ids, informed.policy))
         layers, kept[key] = compare.compare(full, left), compare.positions(left)
+        layers = [layer | {compare.FOUND: share} for layer, share in zip(layers, estimate, strict=True)]
         counts = [len(head) for layer in kept[key] for head in layer]
-        means = {name: sum(layer[name] for layer in layers) / len(layers) for name in compare.NAMES}
+        means = {name: sum(layer[name] for layer in layers) / len(layers) for name in layers[0]}
         runs[key] = means | {"slots": [min(counts), max(counts)], "layers": layers}
         bar.update()
     overlap = {a: {b: compare.overlap(kept[a], kept[b]) for b in kept} for a in kept}

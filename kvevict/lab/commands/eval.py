@@ -16,7 +16,8 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
     add_policies(parser)
     parser.add_argument("--protocol", metavar="NAME",
                         help="instead of --policies: a paper's comparisons, and whether the results support its "
-                        "claims; an unknown name lists them")  # fmt: skip
+                        "claims; with --table-only: those claims that the results of any policies can test; an "
+                        "unknown name lists them")  # fmt: skip
     parser.add_argument("--adapter", help="folder of lookahead rows, for a protocol that has them")
     parser.add_argument("--draft", help="folder of a smaller model, for a protocol with a drafting model (speckv)")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024], help="tokens of a prompt; default 1024")
@@ -59,7 +60,8 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
     if set(args.by) - tags and lines:
         raise ValueError(f"--by {' '.join(args.by)}: the cases' tags are {', '.join(sorted(tags))}; give some of them")
     tables = [render(lines, tuple(args.by))]
-    if settings.get("protocol"):
+    settings["protocol"] = args.protocol or settings.get("protocol")
+    if settings["protocol"]:
         tables.append(_claims(settings, lines))
     print(*tables, sep="\n")
     return {"model": settings.get("model"), "out": args.out, "lines": len(lines)}

@@ -1,7 +1,8 @@
 """Measures one run of one case: how the prompt is read, and how the question is answered.
 
 In a perplexity case the tokens of the continuation are scored, in a fidelity case those of the response that the full
-run wrote. One model call scores them all, and evicts nothing.
+run wrote. One model call scores them all, and evicts nothing. Only perplexity in mode `known` under a policy that
+evicts while decoding differs: the tokens are decoded one by one, and slots are evicted as in `generate`.
 """
 
 import copy
@@ -31,6 +32,7 @@ from ...policy.policy import Policy
 from ...policy.text import parse_policy
 from ...report import report
 from ..analysis.run import EncodedPrompt
+from .following import decoded, followed, nats
 from .metrics import METRICS
 from .results import Line
 from .runs import FULL, KEEP_ALL, RunSpec, options_of, policy_for
@@ -134,8 +136,10 @@ def ask(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, tex
         result["options"] = own.options
         if case.metric == FIDELITY and asked.logits is None:
             full = model(as_row(model, prompt.context + prompt.question), use_cache=True, logits_to_keep=1)
-            (asked.logits,) = _follow(model, full.logits, cache_of(full), [scored or []])
-    later, keeping = alone or scored is not None, None if chosen is None else KEEP_ALL
+            (asked.logits,) = followed(model, full.logits, cache_of(full), [scored or []])
+    keeping = None if chosen is None else KEEP_ALL
+    evicts = chosen is not None and chosen.policy.decode and case.metric == PERPLEXITY and not alone
+    later = alone or (scored is not None and not evicts)
     before, start = 0 if text is None else _bytes(cache), now(model)
     with _asking(model, tokenizer, chosen) if later else _patched(model, chosen):
         if alone and prompt.question:
@@ -150,7 +154,8 @@ def ask(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, tex
             written = tokenizer.decode(tokens, skip_special_tokens=True)
             result |= dict(prediction=written) | judged(written, case)
         else:
-            result |= dict(prediction="") | _compared(asked, _follow(model, out.logits, cache, [scored])[0], scored)
+            follows = decoded if evicts else followed
+            result |= dict(prediction="") | _compared(asked, follows(model, out.logits, cache, [scored])[0], scored)
         decoding = now(model) - start
     if chosen is None:
         result["response"] = tokens if scored is None else []
@@ -192,8 +197,8 @@ def _likelihoods(model: Module, tokenizer: Tokenizer, logits: Tensor, cache: Cac
     """Compute, for each case, the mean negative log likelihood in nats of the right answer, read after the case's row
     of `cache`. The cache's last tokens have the logits `logits`; the cache is not changed."""
     answers = [ids_of(tokenizer, f" {case.answers[0]}") for case in cases]
-    rows = _follow(model, logits, forked(cache), answers)
-    return [_nats(row, answer) for row, answer in zip(rows, answers, strict=True)]
+    rows = followed(model, logits, forked(cache), answers)
+    return [nats(row, answer) for row, answer in zip(rows, answers, strict=True)]
 
 
 def _asking(model: Module, tokenizer: Tokenizer, chosen: Chosen | None) -> AbstractContextManager:
@@ -232,24 +237,10 @@ def _compared(asked: AskedCase, logits: Tensor, ids: list) -> dict:
     nats. In a fidelity case, return the mean KL divergence in nats from the full cache's next-token distributions, and
     `same`, the share of tokens for which both have the same likeliest token."""
     if asked.case.metric == PERPLEXITY:
-        return dict(score=_nats(logits, ids))
+        return dict(score=nats(logits, ids))
     full, own = asked.logits.log_softmax(1), logits.log_softmax(1)
     divergence = (full.exp() * (full - own)).sum(1).mean()
     return dict(score=float(divergence), same=float((full.argmax(1) == own.argmax(1)).float().mean()))
-
-
-def _nats(logits: Tensor, ids: list[int]) -> float:
-    """Compute the mean negative log likelihood of ids, in nats, by the logits [R, vocabulary] that predict them."""
-    return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids, device=logits.device)))
-
-
-def _follow(model: Module, logits: Tensor, cache: Any, texts: list[list[int]]) -> list[Tensor]:
-    """Append a text, given as ids, to each row of a cache, whose last tokens have the logits `logits`. Returns for each
-    row the fp32 logits [R, vocabulary] that predict the R ids of its text."""
-    further = [ids[:-1] for ids in texts]
-    rows = continued(model, cache, further, 0) if any(further) else logits[:, :0]
-    each = zip(logits, rows, further, strict=True)
-    return [torch.cat([last[-1:], row[len(row) - len(more) :]]).float() for last, row, more in each]
 
 
 def now(model: Module) -> float:

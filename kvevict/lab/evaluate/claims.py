@@ -13,6 +13,8 @@ from .tasks import FIDELITY, PERPLEXITY
 
 SEEN, CONTRADICTED, OPEN = "yes", "no", "open"
 FEWEST = 10  # fewest cases for a verdict
+ANSWERS = "answers"  # kind of the scores of answers, in [0, 1]; the other kinds are metrics, in nats
+UNITS = {ANSWERS: "points", FIDELITY: "nats of KL", PERPLEXITY: "nats a token"}
 
 
 @dataclass(frozen=True)
@@ -47,52 +49,52 @@ def difference(values: Sequence[float], least: float = 0) -> Difference:
 Scores = dict[tuple[tuple, RunSpec], float]  # {(case, run): score}
 
 
-def scores(lines: list[Line], fidelity: bool) -> Scores:
-    """Collect {(case, run): score} from the lines of results: KL divergences if `fidelity`, else scores of answers."""
+def scores(lines: list[Line], kind: str) -> Scores:
+    """Collect {(case, run): score} from the lines of results, of one kind of score: a key of `UNITS`."""
     return {
         (tuple(line[name] for name in CASE), RunSpec(*(line[name] for name in vars(FULL)))): line["score"]
         for line in lines
-        if (line["metric"] == FIDELITY) == fidelity and line["metric"] != PERPLEXITY
+        if (line["metric"] if line["metric"] in UNITS else ANSWERS) == kind
     }
 
 
-def compared(known: Scores, sides: list[tuple[RunSpec, RunSpec]], fidelity: bool) -> Difference | None:
+def compared(known: Scores, sides: list[tuple[RunSpec, RunSpec]], kind: str) -> Difference | None:
     """Compare the two runs of a claim at each budget; `sides` has the two for each budget. A case's number is its mean
     difference over the budgets at which both were run, so that cases stay independent. Returns None if no case has both
     runs."""
-    values, sign = [], -1 if fidelity else 1
+    values, sign = [], 1 if kind == ANSWERS else -1
     for case in dict.fromkeys(case for case, _ in known):
         held = [(better, than) for better, than in sides if {(case, better), (case, than)} <= known.keys()]
         if held:
             apart = sum(known[case, better] - known[case, than] for better, than in held)
             values.append(sign * apart / len(held))
-    return difference(values, least=0 if fidelity else 3 / len(values)) if values else None
+    return difference(values, least=3 / len(values) if kind == ANSWERS else 0) if values else None
 
 
-def usual(known: Scores, sides: list[tuple[RunSpec, RunSpec]], fidelity: bool) -> float:
-    """Return the value of which a claim's margin is a share: the full cache's mean score or, if `fidelity`, the mean
-    divergence of the runs `than` in `sides`, pairs (better, than)."""
-    than = {both[1] for both in sides} if fidelity else {FULL}
-    own = [score for (_, run), score in known.items() if run in than]
-    return sum(own) / len(own) if own else 0.0
+def usual(known: Scores, sides: list[tuple[RunSpec, RunSpec]], kind: str) -> float:
+    """Return the value of which a claim's margin is a share: for answers the full cache's mean score; in nats the mean
+    of the runs `than` in `sides`, pairs (better, than), above the full cache's (whose divergence is 0), at least 0."""
+    than = {both[1] for both in sides}
+    full, own = ([score for (_, run), score in known.items() if run in runs] for runs in ({FULL}, than))
+    base = sum(full) / len(full) if full and kind != FIDELITY else 0.0
+    return base if kind == ANSWERS else max(0.0, sum(own) / len(own) - base) if own else 0.0
 
 
 def render(
     lines: list[Line], name: str, budgets: Sequence[int], mode: str, layers: int,
     adapter: str | None = None, draft: str | None = None,
 ) -> str:  # fmt: skip
-    """Make the table of a protocol's claims, with a row for each claim and kind of score (answers, fidelity)."""
+    """Make the table of a protocol's claims, with a row for each claim and kind of score (`UNITS`)."""
     table = [["claim", "better", "than", "of", "difference", "95 %", "won", "lost", "cases", "seen"]]
-    kinds = {fidelity: scores(lines, fidelity) for fidelity in (False, True)}
+    kinds = {kind: scores(lines, kind) for kind in UNITS}
     for claim, sides in pairs(name, budgets, mode, layers, adapter, draft):
-        for fidelity, known in kinds.items():
-            found = compared(known, sides, fidelity)
+        for kind, known in kinds.items():
+            found = compared(known, sides, kind)
             if found is None:
                 continue
-            margin = (claim.margin or 0) * usual(known, sides, fidelity)
-            scale, unit = (1, "nats of KL") if fidelity else (100, "points")
+            margin, scale = (claim.margin or 0) * usual(known, sides, kind), 100 if kind == ANSWERS else 1
             table.append([
-                claim.says, *(run.policy for run in sides[0]), unit, f"{scale * found.mean:+.3g}",
+                claim.says, *(run.policy for run in sides[0]), UNITS[kind], f"{scale * found.mean:+.3g}",
                 f"[{scale * found.low:+.3g}, {scale * found.high:+.3g}]", str(found.won), str(found.lost),
                 str(found.cases), found.verdict(margin),
             ])  # fmt: skip
@@ -103,7 +105,8 @@ def render(
 
 CAPTION = (
     "difference: the mean over cases, each case's being its mean over the budgets; above 0 where the claim's side is\n"
-    "better (of KL: nearer to the full cache). seen: yes, the interval supports the claim; no, it contradicts it;\n"
-    f"open, it does neither, no case differs, or there are fewer than {FEWEST}. Claims of about as good allow for 5 %\n"
-    "of the full cache's score, or of the divergence."
+    "better (nats of KL: nearer to the full cache; nats a token: the text is likelier). seen: yes, the interval\n"
+    "supports the claim; no, it contradicts it; open, it does neither, no case differs, or there are fewer than "
+    f"{FEWEST}.\n"
+    "Claims of about as good allow for 5 % of the full cache's score, or of the divergence or nats above its own."
 )

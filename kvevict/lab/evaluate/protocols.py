@@ -22,10 +22,10 @@ class Claim:
     """A claim that `better` answers better than `than` or, with a margin, that `better` is not worse by more than
     `margin` times the full cache's score.
 
-    better, than   policies, NAME or NAME:OPTION=VALUE,... with words in braces: {B} and {B20} are the budget and 20
-                   times the budget; {L4}, {L2}, {L34} and {L} a quarter, half, three quarters and all of the layers
-                   that evict; {adapter} or, after other options, {and_adapter} the option that names --adapter; {draft}
-                   the folder of --draft (without --draft the claim is left out)
+    better, than   policies, `full`, NAME or NAME:OPTION=VALUE,... with words in braces: {B} and {B20} are the budget
+                   and 20 times the budget; {L4}, {L2}, {L34} and {L} a quarter, half, three quarters and all of the
+                   layers that evict; {adapter} or, after other options, {and_adapter} the option that names --adapter;
+                   {draft} the folder of --draft (without --draft the claim is left out)
     chunks         tokens read at once by each of the two policies; None: the prompt is read in one pass
     least          smallest budget, in slots, at which the claim can be tested
     layers         fewest evicting layers of a model on which the claim can be tested
@@ -42,7 +42,8 @@ class Claim:
     def runs(self, budget: int, mode: str, names: dict[str, object]) -> tuple[RunSpec, ...]:
         """Return the `RunSpec`s of `better` and `than`; `names` maps the words in braces to their values."""
         sides = zip((self.better, self.than), self.chunks)
-        return tuple(RunSpec(policy.format(**names), budget, chunk, mode) for policy, chunk in sides)
+        named = [(policy.format(**names), budget, chunk, mode) for policy, chunk in sides]
+        return tuple(FULL if each[0] == FULL.policy else RunSpec(*each) for each in named)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def pairs(
 
 def runs(*args: Any) -> list[RunSpec]:
     """List every run of a protocol once, the full cache's run first; takes the arguments of `pairs`."""
-    return [FULL, *dict.fromkeys(run for _, sides in pairs(*args) for both in sides for run in both)]
+    return list(dict.fromkeys([FULL, *(run for _, sides in pairs(*args) for both in sides for run in both)]))
 
 
 # -- papers -----------------------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ SNAPKV = "snapkv:decode=True,interval=1"
 @protocol(
     "caote",
     "CAOTE (Goel et al. 2025), tables 2 to 5",
-    "Its numbers: LongBench and Booksum with models of 3 to 8 billion parameters.",
+    "Its numbers: LongBench and Booksum with models of 3 to 8 billion parameters; for table 4 add --tasks perplexity.",
     "Table 6's overhead, and table 7's correlation.",
     "Fidelity scores a response that evicts nothing, so its numbers are the same whatever is evicted while decoding.",
 )
@@ -127,6 +128,8 @@ def caote_claims() -> Iterator[Claim]:
     for name, base in (("h2o", "h2o"), ("tova", "tova:per_head=True"), ("snapkv", SNAPKV)):
         for refine in REFINED:
             yield Claim(f"tables 2 to 5: {refine} improves {name}", f"{name}+{refine}", base, chunks=BLOCK)
+        yield Claim(f"table 4: evicting by {name} costs something", "full", base, chunks=BLOCK)
+        yield Claim(f"tables 10 and 11: {name} with caote beats Sink", f"{name}+caote", "streaming", chunks=BLOCK)
         says = f"tables 2 to 5: fastcaote is about as good over {name}"
         yield Claim(says, f"{name}+fastcaote", f"{name}+caote", margin=0.05, chunks=BLOCK)
     for name, base in (("h2o", "h2o:decode=False"), ("tova", "tova:per_head=True,decode=False"), ("snapkv", "snapkv")):

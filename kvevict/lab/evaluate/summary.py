@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .intervals import Z, clustered, of_scores, standard_error
+from .intervals import Z, clustered, of_scores, standard_error, student
 from .results import Line
 from .runs import FULL, MODES
 from .tasks import FIDELITY, PERPLEXITY
@@ -24,10 +24,13 @@ class ScoreCell:
     share: float | None  # mean / full run's mean (perplexity: inverse); None without a full run or if its mean is 0
     cases: int
     metric: str
+    # perplexity: mean over cases of the nats a token above the full run's, and half of its paired 95 % interval
+    gap: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         if self.metric == PERPLEXITY:
-            return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]{_percent(self.share)}"
+            gap = "" if self.gap is None else f"; {self.gap[0]:+.3f} ±{self.gap[1]:.3f}"
+            return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]{gap}"
         return f"{100 * self.mean:.1f} [{100 * self.low:.0f}, {100 * self.high:.0f}]{_percent(self.share)}"
 
 
@@ -131,7 +134,9 @@ def _cell(lines: list[Line], full: dict[tuple, Line]) -> Cell:
     base = sum(other["score"] for _, other in pairs) / len(pairs) if pairs else 0.0
     if metric == PERPLEXITY:  # scores are mean negative log likelihoods
         low, high, share = _exp(mean - Z * error), _exp(mean + Z * error), _exp(base - mean) if pairs else None
-        return ScoreCell(_exp(mean), low, high, share, len(scores), metric)
+        above = [line["score"] - other["score"] for line, other in pairs]
+        gap = (sum(above) / len(above), student(above)) if above and lines[0]["policy"] != FULL.policy else None
+        return ScoreCell(_exp(mean), low, high, share, len(scores), metric, gap)
     mean, low, high = of_scores(scores)
     return ScoreCell(mean, low, high, mean / base if base else None, len(scores), metric)
 

@@ -70,8 +70,8 @@ def _place(value: tuple) -> list:
 
 
 CAPTION = (
-    "Score in % (perplexity as such), its 95 % interval, and its share of the full cache's. known: the question is\n"
-    "known while the prompt is read; later: it comes after the context was compressed."
+    "Score in %, its 95 % interval, its share of the full cache's (perplexity: nats a token above it). known: the\n"
+    "question is known while the prompt is read; later: it comes after the context was compressed."
 )
 NEAR = (
     "\nfidelity: mean KL divergence from the full cache's next-token distributions in nats, and the share of equal\n"

@@ -3,7 +3,8 @@
 fidelity     compares a policy's next-token distributions with the full cache's, on a response that the full cache
              writes. This needs no right answers, so any text will do: the haystack's, or in `fidelity/NAME` the prompts
              of the task NAME
-perplexity   scores the continuation of a long text by its likelihood, and generates nothing
+perplexity   scores the continuation of a long text by its likelihood, and generates nothing. In mode `known` a policy
+             that evicts while decoding evicts while the continuation is read, too, as if it were generated
 """
 
 from collections.abc import Iterator
