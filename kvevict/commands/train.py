@@ -37,6 +37,9 @@ def train(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
     )  # fmt: skip
     rows.add_argument("--max-prompt", type=int, help="tokens at most; default 16384")
     rows.add_argument("--max-response", type=int, help="tokens at most; default 512")
+    rows.add_argument("--responses", choices=["given", "model"],
+                      help="those of the data (default), or all written by the model")  # fmt: skip
+    rows.add_argument("--temperature", type=float, help="sample the model's responses; default: greedy")
     rows.add_argument("--validate-every", type=int, help="steps; default 100")
     rows.add_argument("--save-every", type=int, help="steps between checkpoints; default 100")
     gates = parser.add_argument_group("gates")

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 from ..ops import _ops
+from .checks import flag
 from .heads import best, order
-from .inputs import Slots
+from .inputs import OwnPolicy, Slots
 from .registry import Part, Registry
 
 REFINEMENTS: Registry = Registry("refinement")
@@ -40,15 +41,23 @@ class Refinement(Part):
 @dataclass(frozen=True)
 class Caote(Refinement):
     """CAOTE (Goel et al. 2025, eq. 6): how far a head's attention output moves when a slot is removed. The attention
-    weights are the scores, summed over rows, pooled and divided by their sum."""
+    weights are the scores, summed over rows, pooled and divided by their sum.
 
+    squared   True: the distance of the value from the mean value is squared, as in eq. 7
+    """
+
+    squared: bool = False
     fast: ClassVar[bool] = False
     refines: ClassVar[bool] = True
 
+    def check(self, policy: OwnPolicy) -> None:
+        flag("squared", self.squared)
+
     def refine(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         kv, heads = slots.kv, slots.kv.stored.len.shape[1]
-        weights = score if score.shape[1] == heads else score.expand(-1, heads, -1)
-        return slots.heads.merge(_ops.refine(kv.stored, kv.v, kv.first, kv.end, weights.contiguous(), fast=self.fast))
+        weights = (score if score.shape[1] == heads else score.expand(-1, heads, -1)).contiguous()
+        how = dict(fast=self.fast, squared=self.squared)
+        return slots.heads.merge(_ops.refine(kv.stored, kv.v, kv.first, kv.end, weights, **how))
 
 
 @REFINEMENTS.add("fastcaote")

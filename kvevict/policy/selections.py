@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from .checks import count, flag
 from .heads import LOWEST, order
@@ -41,6 +42,16 @@ class Selection(Part):
         return keep
 
 
+@SELECTIONS.add("pooled")
+@dataclass(frozen=True)
+class PooledTokens(Selection):
+    """Each kv head keeps its best slots by the largest score of 7 neighbouring slots (SnapKV's pooling), for layers
+    beside others that take the scores as they are (ChunkKV's hybrid)."""
+
+    def rank(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
+        return F.max_pool1d(score.masked_fill(~slots.competing, -torch.inf), 7, 1, 3) if slots.columns else score
+
+
 @SELECTIONS.add("chunk")
 @dataclass(frozen=True)
 class Runs(Selection):
@@ -51,6 +62,9 @@ class Runs(Selection):
                layer keep the same slots, chosen by scores averaged over heads
     exact      True: what remains of a head's budget after its last whole run goes to the first members of the next best
                run; False: the remainder is not used
+    over_kept  True: runs have protected slots, too, and a run's score is the sum over its alive members. A head that
+               keeps n slots besides the protected ones keeps the best n // c runs, and the protected slots of others:
+               fewer slots, if these runs have protected or few members (ChunkKV's implementation, appendix)
 
     A run's score is c times the mean score of its members that are alive and not protected. Every member gets this
     score, so ranking slots by (score, position) ranks whole runs.
@@ -59,6 +73,7 @@ class Runs(Selection):
     c: int = 10
     per_head: bool = False
     exact: bool = True
+    over_kept: bool = False
 
     @property
     def shared(self) -> bool:
@@ -66,7 +81,7 @@ class Runs(Selection):
 
     @property
     def spares(self) -> bool:
-        return not self.exact
+        return not self.exact or self.over_kept
 
     @property
     def run(self) -> int:
@@ -76,6 +91,7 @@ class Runs(Selection):
         count("c", self.c, 1)
         flag("per_head", self.per_head)
         flag("exact", self.exact)
+        flag("over_kept", self.over_kept)
 
     def unfinished(self, call: LayerRows) -> Any:
         """Count the slots of the run that a chunk's end cuts, [B]: they are kept until the run is complete. At the
@@ -89,14 +105,17 @@ class Runs(Selection):
         starts = torch.cat([torch.ones_like(runs[..., :1], dtype=torch.bool), runs[..., 1:] != runs[..., :-1]], -1)
         start = column.masked_fill(~starts, 0).cummax(-1).values
         total, size = torch.zeros_like(score), torch.zeros_like(score)
-        score = score.masked_fill(~slots.competing, 0)
+        score = score.masked_fill(~self._members(slots), 0)
         for ahead in range(min(self.c, slots.columns)):  # adds in slot order, so that all machines get equal bits
             same = runs[..., ahead:] == runs[..., : slots.columns - ahead]
             total[..., : slots.columns - ahead] += score[..., ahead:].masked_fill(~same, 0)
             size[..., : slots.columns - ahead] += same
-        return (total / size * self.c).gather(-1, start)
+        return (total if self.over_kept else total / size * self.c).gather(-1, start)
 
     def trim_to_runs(self, slots: Slots, score: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        if self.over_kept:
+            each = slots.least + self._of_best_runs(slots, score, (keep - slots.least) // self.c)
+            return torch.where((keep < slots.n) & (each > 0), each, keep)  # a head that loses slots keeps 1 at least
         if self.exact:
             return keep
         best = order(slots, score, self.run).sort(-1, descending=True)
@@ -109,6 +128,21 @@ class Runs(Selection):
         partial = ((runs == cut) & (cut >= 0) & taken).sum(-1)
         return torch.where(partial < keep, keep - partial, keep).to(torch.int32)  # a head keeps at least 1 slot
 
+    def _of_best_runs(self, slots: Slots, ranks: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Count the unprotected slots of each head's best `wanted` [B, Hkv] runs; of equal runs the earlier is better.
+        ranks: the result of `rank`. Returns int32 [B, Hkv]."""
+        runs = self._runs(slots)
+        first = torch.ones_like(runs, dtype=torch.bool)
+        first[..., 1:] = runs[..., 1:] != runs[..., :-1]
+        each = ranks.masked_fill(~(first & (runs >= 0)), -torch.inf)
+        place = each.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)  # valid at runs' first slots
+        column = torch.arange(slots.columns, device=slots.device).masked_fill(~first, 0).cummax(-1).values
+        return ((place.gather(-1, column) < wanted[..., None]) & slots.competing).sum(-1, dtype=torch.int32)
+
+    def _members(self, slots: Slots) -> torch.Tensor:
+        """Return whether a slot is a member of a run: bool [B, Hkv, C]."""
+        return slots.positions >= 0 if self.over_kept else slots.competing
+
     def _runs(self, slots: Slots) -> torch.Tensor:
-        """Return the run number of every slot that is not protected, [B, Hkv, C]; -1 in the other columns."""
-        return (slots.positions // self.c).masked_fill(~slots.competing, -1)
+        """Return the run number of every slot that is a member of a run, [B, Hkv, C]; -1 in the other columns."""
+        return (slots.positions // self.c).masked_fill(~self._members(slots), -1)

@@ -53,7 +53,9 @@ def test_claims_of_drafts_need_one():
 def test_an_adapter_is_named_to_all_that_read_it():
     runs = protocols.runs("lookaheadkv", (64,), "known", 4, "folder")
     named = [run.policy for run in runs if "adapter=folder" in run.policy]
-    assert named == ["lookahead:adapter=folder", "edie:rows=lookahead,adapter=folder"]
+    assert named == [
+        "lookahead:adapter=folder", "lookahead:window=32,adapter=folder", "edie:rows=lookahead,adapter=folder",
+    ]  # fmt: skip
 
 
 def test_layers_are_those_that_evict(tmp_path):

@@ -106,7 +106,7 @@ def test_learns_and_saves(tmp_path):
     assert len(found) == 30 and sum(found[-5:]) < 0.8 * sum(found[:5])
     valid = [line["valid"] for line in log(tmp_path) if "valid" in line]
     assert len(valid) == 10 and valid[-1]["loss"] < valid[0]["loss"]
-    assert all(0 <= v["recall"] <= 1 and -1 <= v["tau"] <= 1 for v in valid)
+    assert all(0 <= v["recall"] <= 1 == v["recall_512"] and -1 <= v["tau"] <= 1 for v in valid)
     again = kvevict.lookahead.load(tmp_path, model)
     assert all(torch.equal(x, y) for x, y in zip(made.parameters(), again.parameters(), strict=True))
     assert [weight.requires_grad for weight in model.parameters()] == before
@@ -276,6 +276,25 @@ def test_answers_itself_once(tmp_path):
     model.generate = None
     (tmp_path / "checkpoint.pt").unlink()
     kvevict.lookahead.train(model, data, tmp_path, max_response=3, **FAST)
+
+
+def test_answers_in_place_of_the_data(tmp_path):
+    """With responses="model" the model's own replaces each response, also a chat's last answer; drawn at a temperature
+    it is another, and the same once more."""
+    model, talker, written = tiny.model("llama"), tiny.byte_tokenizer(), {}
+    talker.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    chat = dict(messages=[dict(role="user", content="Who?"), dict(role="assistant", content="I.")])
+    data, options = [chat, dict(prompt="What?", response="It.")], dict(tokenizer=talker, max_response=4, **FAST)
+    for name, more in dict(greedy={}, drawn=dict(temperature=0.9), again=dict(temperature=0.9)).items():
+        kvevict.lookahead.train(model, data, tmp_path / name, responses="model", **options, **more)
+        lines = map(json.loads, (tmp_path / name / "responses.0.jsonl").read_text().splitlines())
+        written[name] = {each["prompt"]: each["response"] for each in lines}
+    ids = torch.tensor([talker("Who?", add_special_tokens=False)["input_ids"]])
+    greedy = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    assert greedy[0, ids.shape[1] :].tolist() in written["greedy"].values() and len(written["greedy"]) == 2
+    assert written["drawn"] == written["again"] != written["greedy"]
+    with pytest.raises(ValueError, match=r"with temperature=None, this one has 0\.5"):
+        kvevict.lookahead.train(model, data, tmp_path / "greedy", responses="model", temperature=0.5, **options)
 
 
 SCRIPT = """

@@ -132,8 +132,22 @@ ANSWERS = {
     "adakv, critical": dict(window=4, refine="critical"), "h2o+caote": {}, "take": dict(probe=5), "expected": {},
     "pyramidkv": dict(window=4), "tri": dict(sink=2), "rkv": dict(window=4),
 }  # fmt: skip
+PRINTED = {  # what papers print and presets do otherwise
+    "take, not rotated": dict(probe=5, ema="before", warmup_layers=None),
+    "take, not rotated, waits": dict(probe=4, ema="before", ema_alpha=0.4),
+    "take, query heads": dict(probe=5, per_query=True, warmup_layers=None),
+    "take, query heads, flat": dict(probe=4, per_query=True, heads="flat", kernel=3),
+    "chunkkv, products": dict(score="products", window=4, c=4),
+    "chunkkv, runs over the window": dict(window=4, c=4, over_kept=True),
+    "chunkkv, printed": dict(score="products", window=4, c=3, over_kept=True, per_head=True),
+    "chunkkv, runs over the window, ragged": dict(window=6, c=4, over_kept=True, per_head=True, heads="flat"),
+    "chunkkv, hybrid": dict(window=4, c=4, select_by_layer=((2, None, kvevict.SELECTIONS["pooled"]()),)),
+    "snapkv+caote, squared": dict(window=4, squared=True), "h2o+fastcaote, squared": dict(squared=True, recent=0),
+    "snapkv+caote, nothing kept": dict(window=4, keep_window=False),
+    "edie, nothing kept": dict(window=4, keep_window=False),
+}  # fmt: skip
 TABLES = dict(presets=POLICIES, budgets=BUDGETS, cake=CAKE, errors=ERRORS, repeated=REPEATED, expected=EXPECTED)
-TABLES |= dict(values=VALUES_AND_KEYS)
+TABLES |= dict(values=VALUES_AND_KEYS, printed=PRINTED)
 
 
 def options(table, name, **more):

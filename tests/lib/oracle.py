@@ -29,7 +29,7 @@ DEFAULTS = dict(chunk_size=None, schedule="prompt", decode=False, interval=16, w
 DEFAULTS |= dict(keep_prompt=False, keep_first=0)
 DEFAULTS |= dict(layers="uniform", errors=None, heads="equal", f=0.2, floor="mix")
 DEFAULTS |= dict(least=4, threshold=None, keep_last=128)
-DEFAULTS |= dict(select="token", c=10, per_head=False, exact=True, select_by_layer=(), n_reuse=1)
+DEFAULTS |= dict(select="token", c=10, per_head=False, exact=True, over_kept=False, select_by_layer=(), n_reuse=1)
 DEFAULTS |= oracle_scores.DEFAULTS
 _ONLINE = dict(schedule="chunk", chunk_size=4096, decode=True, interval=1)
 _ASKED = dict(score="edie", schedule="chunk", rows="probe", kernel=31, pool="avg", keep_first=4)
@@ -262,7 +262,7 @@ class Row:
     def _selection(self, order):
         for start, stop, select in self.o["select_by_layer"]:
             if start <= order and (stop is None or order < stop):
-                return "token" if type(select).__name__ == "Selection" else "chunk"
+                return {"Selection": "token", "PooledTokens": "pooled", "Runs": "chunk"}[type(select).__name__]
         return self.o["select"]
 
     def _run_length(self, order):
@@ -441,6 +441,8 @@ class Row:
         kept_too = [oracle_rows.kept_between(self, chooser.alive[g], ends[g]) for g in heads]
         inside = [[i for i in range(first, len(score) - last) if i not in kept]
                   for (first, last), score, kept in zip(ends, scores, kept_too)]  # fmt: skip
+        if self._selection(order) == "pooled":
+            scores = [oracle_scores.pool(score, "max", 7, *end) for score, end in zip(scores, ends)]
         always = [first + last + len(kept) for (first, last), kept in zip(ends, kept_too)]
         run = self._run_length(order)
         ranks = self._ranked(scores, chooser.alive, inside, run) if run > 1 else scores
@@ -450,6 +452,8 @@ class Row:
         wins = self._split_heads(items, always, slots, past)
         for g in heads:
             wins[g] = min(wins[g], self.above(items[g]))
+            if self.o["over_kept"] and run > 1 and wins[g] < len(inside[g]):
+                wins[g] = self._of_best_runs(ranks[g], chooser.alive[g], inside[g], wins[g] // run, run)
             kept, lost = oracle_values.taken(self, seen, g, items[g], wins[g], always[g])
             if not self.o["exact"] and kept and lost and kept[-1][1] == lost[0][1]:
                 whole = [x for x in kept if x[1] != lost[0][1]]
@@ -499,11 +503,19 @@ class Row:
             scores = [[sum(each) / len(scores) for each in zip(*scores)]] * len(scores)
         ranks = [list(score) for score in scores]
         for g, slots in enumerate(inside):
+            slots = range(len(alive[g])) if self.o["over_kept"] else slots
             for number in {alive[g][i] // run for i in slots}:
                 members = [i for i in slots if alive[g][i] // run == number]
                 for i in members:
-                    ranks[g][i] = sum(scores[g][j] for j in members) / len(members) * run
+                    ranks[g][i] = sum(scores[g][j] for j in members)
+                    ranks[g][i] *= 1 if self.o["over_kept"] else run / len(members)
         return ranks
+
+    def _of_best_runs(self, ranks, slots, inside, wanted, run):
+        """How many of the unprotected slots are of the best runs, whose members may be protected ones."""
+        runs = {t // run: (-ranks[i], t // run, 0, t, i) for i, t in reversed(list(enumerate(slots)))}
+        best = {number for _, number, *_ in self.best(list(runs.values()), wanted)[0]}
+        return sum(slots[i] // run in best for i in inside)
 
     def best(self, items, wanted):
         """(kept, lost) of (-score, run, head, position, slot), best first; raises NearTie."""

@@ -10,8 +10,8 @@ import torch
 
 LATER = 1 << 30  # the token number of rows that see every slot
 OPTIONS = {
-    "none": {}, "last": {}, "all": {}, "window": dict(window=32),
-    "probe": dict(probe=32, ema_alpha=0.2, append=True, ending=None, ends=False, request=(), before=None),
+    "none": {}, "last": {}, "all": {}, "window": dict(window=32, keep_window=True),
+    "probe": dict(probe=32, ema_alpha=0.2, append=True, ema="moved", ending=None, ends=False, request=(), before=None),
     "given": dict(ids=()),
     "repeat": dict(part=2048),
     "drafted": dict(n_d=8, window=8, draft_keys=False, draft_model="self"),
@@ -46,7 +46,7 @@ def protected(row):
     """Number of the last slots that are kept because they are the rows'."""
     o = row.o
     if o["rows"] in ("window", "drafted"):
-        return o["window"] if row.reading else while_decoding(o)
+        return 0 if not o.get("keep_window", True) else o["window"] if row.reading else while_decoding(o)
     if o["rows"] == "probe":
         ending = min(o["ending"] or length(o["probe"]), len(row.prompt) // 2)
         if isinstance(o["probe"], tuple):
@@ -89,7 +89,8 @@ def kept_between(row, slots, ends):
 
 def always(o):
     """The most that `protected` is."""
-    return while_decoding(o) if o["rows"] in ("window", "probe", "drafted") else 0
+    kept = o["rows"] in ("window", "probe", "drafted") and o.get("keep_window", True)
+    return while_decoding(o) if kept else 0
 
 
 def begin(row, ids):
@@ -140,7 +141,7 @@ def again(row, tokens):
 
 
 def end_of_attention(row, seen):
-    """Eq. 9. Earlier queries are rotated to the probe's present positions before they are averaged."""
+    """Eq. 9. Earlier queries are rotated to the probe's present positions before they are averaged, or as printed."""
     o, layer, p = row.o, seen.layer, row.p
     if o["rows"] != "probe" or not o["append"] or not row.reading:
         return
@@ -148,7 +149,8 @@ def end_of_attention(row, seen):
     first = seen.q.shape[1] - rest  # layers may read fewer tokens, but all from the probe on
     now, at = seen.q[:, first : first + p], row.at[len(row.at) - rest] if p else 0
     if layer.probe is not None:
-        past = row.turn(row.turn(layer.probe, -layer.probe_at), at)
+        past = layer.probe
+        past = past if o["ema"] == "before" else row.turn(row.turn(past, -layer.probe_at), at)
         now = o["ema_alpha"] * past + (1 - o["ema_alpha"]) * now
     layer.probe, layer.probe_at = now, at
 

@@ -14,7 +14,7 @@ import torch
 from oracle_rows import before, kept_between, observers
 from ref import caote
 
-DEFAULTS = dict(refine="none", measure=False, cd="off")
+DEFAULTS = dict(refine="none", squared=False, measure=False, cd="off")
 _POOLED = dict(kernel=7, pool="max")
 _ATTENTION = _POOLED | dict(reduce="sum", group="mean")
 _EDIE = _POOLED | dict(weight="middle", alpha=0.1)
@@ -28,7 +28,8 @@ SCORES = {
     "snapkv": _ATTENTION,
     "fastkv": _ATTENTION | dict(group="sum"),
     "paasvn": _ATTENTION,
-    "take": _ATTENTION | dict(reduce="mean", pool="avg"),
+    "take": _ATTENTION | dict(reduce="mean", pool="avg", per_query=False),
+    "products": dict(kernel=7, pool="none"),
     "oracle": _ATTENTION | dict(reduce="mean"),
     "laq": _ATTENTION,
     "speckv": _ATTENTION | dict(reduce="max", group="max"),
@@ -138,7 +139,7 @@ def scores(row, seen, ends):
         return [[float(i) for i in range(len(slots))] for slots in seen.layer.alive]
     one = dict(
         lagkv=oracle_values.lag, defensive=oracle_values.defensive, knorm=_of_keys, keydiff=_of_keys,
-        expected=oracle_expected.scores, tri=oracle_answers.tri, rkv=oracle_answers.rkv,
+        products=_products, expected=oracle_expected.scores, tri=oracle_answers.tri, rkv=oracle_answers.rkv,
         **dict.fromkeys(("h2o", "vatp", "kvzip", "kvzip+", "compactor", "gate"), _carried),
     ).get(o["score"], _of_rows)  # fmt: skip
     each = [one(row, seen, g, end) for g, end in enumerate(ends)]
@@ -161,6 +162,22 @@ def _carried(row, seen, g, end):
     return [carry[t] * x for t, x in zip(slots, size)]
 
 
+def _products(row, seen, g, end):
+    """ChunkKV's algorithms: q k of a window's rows, unscaled, without a mask or softmax."""
+    o, mine = row.o, slice(g * row.group, (g + 1) * row.group)
+    q = seen.q[mine, max(0, seen.new - o["window"]) : seen.new]
+    if not row.reading:
+        q = torch.stack([queries for _, queries, _ in seen.layer.asked[-o["window"] :]], 1)[mine]
+    score = (q @ seen.layer.k[g, seen.layer.alive[g]].T).sum(1).mean(0).tolist()
+    return pool(score, o["pool"], o["kernel"], *end)
+
+
+def _ranks(heads, inside):
+    """Per slot minus the best place that it has in one of the query heads' orders of the slots `inside`."""
+    places = [{i: at for at, i in enumerate(sorted(inside, key=lambda i: -head[i]))} for head in heads]
+    return [-float(min(place.get(i, len(heads[0])) for place in places)) for i in range(len(heads[0]))]
+
+
 def _of_rows(row, seen, g, end):
     o, v = row.o, seen.layer.v[g, seen.layer.alive[g]]
     a, out = observers(row, seen, g)
@@ -170,6 +187,11 @@ def _of_rows(row, seen, g, end):
     if o["score"] == "fastkv":  # pooled before the group is reduced
         heads = torch.tensor([pooled(head.tolist()) for head in _reduced(a, o["reduce"], 1)], dtype=torch.double)
         return _reduced(heads, o["group"], 0).tolist()
+    if o.get("per_query"):
+        slots = seen.layer.alive[g]
+        kept = kept_between(row, slots, end)
+        inside = [i for i in range(end[0], len(slots) - end[1]) if i not in kept]
+        return _ranks([pooled(head.tolist()) for head in _reduced(a, o["reduce"], 1)], inside)
     if o["score"] == "cake":
         variance = a.var(1, correction=1) if a.shape[1] > 1 else 0.0
         score = (a.mean(1) + 200 * variance).mean(0)
@@ -221,7 +243,7 @@ def refined(row, seen, scores):
     for g, slots in enumerate(seen.layer.alive):
         v = seen.layer.v[g, slots]
         h = torch.tensor(scores[g], dtype=torch.double)
-        result.append(caote(h, v, o["refine"] == "fastcaote").tolist())
+        result.append(caote(h, v, o["refine"] == "fastcaote", o["squared"]).tolist())
     return result
 
 

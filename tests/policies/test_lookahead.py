@@ -197,24 +197,25 @@ def test_beside_a_peft_adapter():
     assert all((layer.counts == 9).all() for layer in cache.layers)
 
 
-def mean_attention(model, made, ids):
-    """Mean attention [layer][kv head, N] of the lookahead rows, from attention matrices of the unpatched model."""
+def mean_attention(model, made, ids, window):
+    """Mean attention [layer][kv head, N] of the lookahead rows and the prompt's last `window` rows, from attention
+    matrices of the unpatched model."""
     decoder = model.get_decoder()
     embeds = torch.cat([decoder.embed_tokens(ids), made.embeddings[None]], 1)
     with made.on(decoder), torch.no_grad():
         matrices = decoder(inputs_embeds=embeds, use_cache=False, output_attentions=True).attentions
-    return [m[0, :, -made.tokens :, : ids.shape[1]].mean(1).unflatten(0, (2, -1)).mean(1) for m in matrices]
+    return [m[0, :, -made.tokens - window :, : ids.shape[1]].mean(1).unflatten(0, (2, -1)).mean(1) for m in matrices]
 
 
-@pytest.mark.parametrize("kernel", [1, 7])
-def test_keeps_what_the_rows_attend_to(kernel):
+@pytest.mark.parametrize("kernel, window", [(1, 0), (7, 0), (1, 6)])
+def test_keeps_what_the_rows_attend_to(kernel, window):
     model = tiny.model("llama", attn_implementation="eager")
     made, inputs = adapter(model), prompt(1, 60)
     want = []
-    for scores in mean_attention(model, made, inputs["input_ids"]):
+    for scores in mean_attention(model, made, inputs["input_ids"], window):
         pooled = torch.nn.functional.max_pool1d(scores, kernel, 1, kernel // 2)
         want += [sorted(head.topk(13).indices.tolist()) for head in pooled]
-    got = positions(read(model, inputs, adapter=made, budget=13, kernel=kernel)[1])
+    got = positions(read(model, inputs, adapter=made, budget=13, kernel=kernel, window=window)[1])
     same = [len(set(a) & set(b)) for a, b in zip(got, want)]
     assert min(same) >= 13 - (kernel > 1) * 2 and sum(same) >= 13 * len(same) - 4  # equal pooled scores are one's pick
 

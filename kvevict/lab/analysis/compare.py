@@ -174,23 +174,19 @@ def errors(model: torch.nn.Module, ids: Tensor) -> list[Tensor]:
     return scores(model, ids, Policy(rows=window, score=SCORES.find("edie-exact")(weight="none")))
 
 
-def found(exact: list[Tensor], estimate: list[Tensor]) -> list[float]:
-    """Return, for each layer, the share of the `BEST` slots of the largest exact error that are among as many slots of
-    the largest estimate: the mean over kv heads. Slots of the last `WINDOW` rows take no part (EDIE figure 3).
+def found(exact: list[Tensor], estimate: list[Tensor], count: int = BEST, window: int = WINDOW) -> list[float]:
+    """Return, for each layer, the share of the `count` slots of the largest exact numbers that are among as many slots
+    of the largest estimates: the mean over kv heads. The prompt's last `window` slots, at most half, take no part.
 
-    exact, estimate   the results of `errors` and of `scores`
+    exact, estimate   results of `errors` (EDIE figure 3) or of `scores`
     """
     shares = []
     for both in zip(exact, estimate, strict=True):
-        before = both[0].shape[1] - min(WINDOW, both[0].shape[1] // 2)
-        best = [torch.zeros_like(x, dtype=torch.bool).scatter(1, _best(x[:, :before]), True) for x in both]
+        before = both[0].shape[1] - min(window, both[0].shape[1] // 2)
+        orders = [x[:, :before].sort(dim=1, descending=True, stable=True).indices[:, :count] for x in both]
+        best = [torch.zeros_like(x, dtype=torch.bool).scatter(1, order, True) for x, order in zip(both, orders)]
         shares.append(float((best[0] & best[1]).sum() / best[0].sum()))
     return shares
-
-
-def _best(x: Tensor) -> Tensor:
-    """Return the indices of the `BEST` largest numbers of each row; of equal numbers, the first."""
-    return x.sort(dim=1, descending=True, stable=True).indices[:, :BEST]
 
 
 def positions(kept: list) -> list:

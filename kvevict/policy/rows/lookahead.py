@@ -27,13 +27,15 @@ class Lookahead(Rows):
     probe      number of the prompt's last tokens, at most half of the prompt, that are appended before the learned rows
                to every chunk but the last, so that the learned rows know the task: [chunk | probe | lookahead]. 0:
                [chunk | lookahead]
+    window     number of a chunk's own last rows that observe, too (table 7)
 
     A learned row attends to the alive slots, the probe and the learned rows before it. Learned rows are not stored and
-    protect no slot.
+    no slot is protected.
     """
 
     adapter: Any = None
     probe: int = 32
+    window: int = 0
     supports_tensor_parallel: ClassVar[bool] = False  # the adapter's weights fit unsplit projections only
 
     def __post_init__(self) -> None:
@@ -41,18 +43,26 @@ class Lookahead(Rows):
 
     @property
     def most(self) -> int:
+        return self._learned + self.window
+
+    @property
+    def decoded(self) -> int:
+        return self._learned
+
+    @property
+    def _learned(self) -> int:
+        """The number of learned rows."""
         if isinstance(self.adapter, str):
             path = Path(self.adapter) / CONFIG
             return _tokens(self.adapter, path.stat().st_mtime_ns if path.is_file() else None)
         return USUAL if self.adapter is None else self.adapter.tokens
 
-    decoded = most
-
     def check(self, policy: OwnPolicy) -> None:
         count("probe", self.probe, 0)
+        count("window", self.window, 0)
         if not isinstance(self.adapter, (str, Adapter, type(None))):
             raise TypeError(f"adapter must be a kvevict.lookahead.Adapter or its folder, got {self.adapter!r}")
-        _ = self.most  # raises ValueError for a folder that holds no adapter
+        _ = self._learned  # raises ValueError for a folder that holds no adapter
 
     def ready(self, decoder: Any) -> None:
         if decoder is not None:
@@ -82,7 +92,7 @@ class Lookahead(Rows):
         return load(bundled(), decoder)
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
-        return self.most if last else min(tokens // 2, self.probe) + self.most
+        return self._learned if last else min(tokens // 2, self.probe) + self._learned
 
     def prepare(self, arguments: PromptCall, read: PromptRead) -> AppendedRows | None:
         if not read.evicts:
@@ -96,7 +106,8 @@ class Lookahead(Rows):
         return AppendedRows(rows, None, adapter=adapter)
 
     def observe(self, call: LayerRows, past: object) -> Observation:
-        return call.appended_rows(count=self.most)
+        learned = call.appended_rows(count=self._learned)
+        return learned + call.chunk(self.window) if self.window else learned
 
 
 @functools.lru_cache

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checks import count, flag, fraction
+from ..checks import count, flag, fraction, one_of
 from ..inputs import CallRows, LayerRows, Observation, OwnPolicy, PromptCall, PromptRead
 from ..seen.slots import FREE, Bounds
 from . import ROWS, AppendedRows, Question, Rows
@@ -23,8 +23,10 @@ class Probe(Rows):
 
     probe      number of the prompt's last tokens, at most half of the prompt; or a span (start, stop) of the prompt's
                tokens, as in a Python slice
-    ema_alpha  weight of earlier chunks' probe queries in the average (eq. 9), after rotation by the distance that the
-               probe has moved; the paper: 0.2, for retrieval 0.32. 0.0: the current chunk's probe queries alone
+    ema_alpha  weight of earlier chunks' probe queries in the average (eq. 9); the paper: 0.2, for retrieval 0.32. 0.0:
+               the current chunk's probe queries alone
+    ema        where earlier chunks' probe queries stand when they are averaged: "moved", rotated by the distance that
+               the probe has moved since, or "before", at the positions that they had, as eq. 9 is printed
     append     False: nothing is appended; the chunk's last `probe` rows observe (ablation, table 2)
 
     The probe attends to all alive slots except its own. The prompt's last slots are always kept, because the answer
@@ -35,6 +37,7 @@ class Probe(Rows):
     probe: int | tuple[int, int] = 32
     ema_alpha: float = 0.2
     append: bool = True
+    ema: str = "moved"
 
     @property
     def span(self) -> tuple[Any, ...] | None:
@@ -53,7 +56,7 @@ class Probe(Rows):
 
     @property
     def rotates(self) -> bool:
-        return self.append and self.ema_alpha > 0
+        return self.append and self.ema_alpha > 0 and self.ema == "moved"
 
     def check(self, policy: OwnPolicy) -> None:
         if isinstance(self.probe, tuple):
@@ -70,6 +73,7 @@ class Probe(Rows):
             count("probe", self.probe, 1)
         fraction("ema_alpha", self.ema_alpha)
         flag("append", self.append)
+        one_of("ema", self.ema, ("moved", "before"))
         if isinstance(policy.chunk_size, int) and 0 < policy.chunk_size <= self.most:
             raise ValueError(
                 f"chunk_size={policy.chunk_size} must be greater than the probe's {self.most} tokens; "
@@ -127,10 +131,10 @@ class Probe(Rows):
             return None
         queries, position = self._queries(call, count)
         queries, started = queries.float(), call.has_tokens
-        if past is None or not self.rotates:
+        if past is None or not self.ema_alpha:
             return queries, position, started
         before, was_at, had_started = past
-        before = call.rotate(before, was_at, position)
+        before = call.rotate(before, was_at, position) if self.rotates else before
         alpha = (self.ema_alpha * had_started)[:, None, None, None]
         return alpha * before + (1 - alpha) * queries, position, started | had_started
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ..checks import count
+from ..checks import count, flag
 from ..inputs import CallRows, LayerRows, Observation, OwnPolicy
 from . import ROWS, Rows
 
@@ -52,24 +52,33 @@ class All(Rows):
 @ROWS.add("window")
 @dataclass(frozen=True)
 class Window(Rows):
-    """The last `window` rows observe, and their slots are kept (SnapKV)."""
+    """The last `window` rows observe, and their slots are kept (SnapKV).
+
+    keep_window   False: the rows' slots compete by score as all others do (CAOTE keeps none)
+    """
 
     window: int = 32
+    keep_window: bool = True
 
     @property
     def most(self) -> int:
         return self.window
 
-    protected = decoded = most
+    decoded = most
+
+    @property
+    def protected(self) -> int:
+        return self.window if self.keep_window else 0
 
     def check(self, policy: OwnPolicy) -> None:
         count("window", self.window, 1)
+        flag("keep_window", self.keep_window)
 
     def observe(self, call: LayerRows, past: object) -> Observation:
         return call.chunk(self.window)
 
     def protect(self, call: LayerRows) -> int | torch.Tensor:
-        return self.window
+        return self.protected
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,17 @@ class SnapKV(Attention):
         one_of("reduce", self.reduce, ("sum", "mean", "max"))
 
 
+@SCORES.add("products")
+@dataclass(frozen=True)
+class Products(Pooled):
+    """ChunkKV's scores as its algorithms print them: q k of the last rows' queries and a slot's key, neither scaled nor
+    put through a softmax, summed over rows; the mean over the query heads of a group."""
+
+    pool: str = "none"
+    ordinal: ClassVar[bool] = True
+    needs: ClassVar[Needs] = ("products",)
+
+
 @SCORES.add("paasvn")
 @dataclass(frozen=True)
 class PAASVN(Attention):
@@ -42,11 +53,41 @@ class PAASVN(Attention):
 @SCORES.add("take")
 @dataclass(frozen=True)
 class Take(Attention):
-    """TAKE (eq. 10-13): mean attention of the prompt's last tokens, the probe, which is appended to every chunk."""
+    """TAKE (eq. 10-13): mean attention of the prompt's last tokens, the probe, which is appended to every chunk.
+
+    per_query   True: nothing is averaged over the query heads of a group, as in the paper: each query head ranks the
+                slots, and a slot's score is the best of its ranks. With a budget of b slots times the query heads of a
+                group, a kv head has the best b slots of each of them
+    """
 
     pool: str = "avg"
+    per_query: bool = False
     reduce: ClassVar[str] = "mean"
     rows: ClassVar = Probe()
+
+    @property
+    def per_query_head(self) -> bool:
+        return self.per_query
+
+    ordinal = per_query_head
+
+    @property
+    def needs(self) -> Needs:
+        return (need("attention", reduce=self.reduce, group="none" if self.per_query else self.group),)
+
+    def check(self, policy: OwnPolicy) -> None:
+        super().check(policy)
+        flag("per_query", self.per_query)
+
+    def plain(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
+        return sum(_heads(slots, score)) if self.per_query else score  # type: ignore[return-value]
+
+    def pooled(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
+        if not self.per_query:
+            return super().pooled(slots, score)
+        pooled = [Attention.pooled(self, slots, head) for head in _heads(slots, score)]
+        ranks = [x.masked_fill(~slots.competing, -torch.inf).sort(dim=-1, descending=True, stable=True) for x in pooled]
+        return -torch.stack([rank.indices.argsort(dim=-1) for rank in ranks]).amin(0).float()
 
 
 @SCORES.add("oracle")

@@ -27,11 +27,14 @@ class Limits(NamedTuple):
     context: int  # largest number of tokens in a prompt and its response together: the model's context
 
 
-def pairs(data: str | Path | Iterable[dict[str, Any]], tokenizer: Tokenizer | None, limits: Limits) -> list[Pair]:
+def pairs(
+    data: str | Path | Iterable[dict[str, Any]], tokenizer: Tokenizer | None, limits: Limits, written: bool = False
+) -> list[Pair]:
     """Read `Pair`s from a JSONL file or an iterable of dicts. A dict has a `prompt` and, optionally, a `response` (text
-    or token ids), or it has chat `messages`; if the last message is the assistant's, it is the response. Raises
-    ValueError, with the pair's place, for a pair that is too long or has another form."""
-    found = [_pair(name, entry, tokenizer, limits) for name, entry in _entries(data)]
+    or token ids), or it has chat `messages`; if the last message is the assistant's, it is the response. written: True
+    leaves all responses out, for the model to write. Raises ValueError, with the pair's place, for a pair that is too
+    long or has another form."""
+    found = [_pair(name, entry, tokenizer, limits, written) for name, entry in _entries(data)]
     if not found:
         raise ValueError("data has no pair of prompt and response: give at least one")
     return found
@@ -49,7 +52,7 @@ def _entries(data: str | Path | Iterable[dict]) -> Iterator[tuple[str, dict]]:
                 raise ValueError(f"{data} line {number} is not JSON: {error}; repair or drop the line") from None
 
 
-def _pair(name: str, entry: dict, tokenizer: Tokenizer | None, limits: Limits) -> Pair:
+def _pair(name: str, entry: dict, tokenizer: Tokenizer | None, limits: Limits, written: bool) -> Pair:
     if not isinstance(entry, dict):
         raise ValueError(f"{name} must be an object with a prompt or messages, got {type(entry).__name__}")
     if "messages" in entry:
@@ -57,7 +60,7 @@ def _pair(name: str, entry: dict, tokenizer: Tokenizer | None, limits: Limits) -
     else:
         prompt, response = entry.get("prompt"), entry.get("response")
     prompt = _ids(name, "prompt", prompt, tokenizer)
-    response = None if response is None else _ids(name, "response", response, tokenizer)
+    response = None if response is None or written else _ids(name, "response", response, tokenizer)
     following = limits.response if response is None else len(response)
     if len(prompt) > limits.prompt:
         raise ValueError(f"{name}: its prompt has {len(prompt)} tokens, max_prompt is {limits.prompt}; cut or drop it")
@@ -110,11 +113,17 @@ def _ids(name: str, what: str, value: list, tokenizer: Tokenizer | None) -> tupl
 
 
 class StoredResponses:
-    """The model's greedy responses to prompts, stored in JSONL files of a folder. Each process writes one of the files
-    and reads all of them when it starts. most: largest number of tokens in a response."""
+    """The model's responses to prompts, stored in JSONL files of a folder. Each process writes one of the files and
+    reads all of them when it starts.
 
-    def __init__(self, model: torch.nn.Module, folder: str | Path, most: int, rank: int = 0) -> None:
-        self.model, self.most, self.known = unwrapped(model), most, {}
+    most          largest number of tokens in a response
+    temperature   sampling temperature; None: responses are greedy. Each prompt's draws have a seed of their own
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, folder: str | Path, most: int, rank: int = 0, temperature: float | None = None
+    ) -> None:
+        self.model, self.most, self.temperature, self.known = unwrapped(model), most, temperature, {}
         self.path = Path(folder) / f"responses.{rank}.jsonl"
         for path in sorted(Path(folder).glob("responses.*.jsonl")):
             for line in path.read_text(encoding="utf-8").splitlines():
@@ -122,7 +131,7 @@ class StoredResponses:
                     entry = json.loads(line)
                 except ValueError:
                     continue  # an interrupted process wrote half a line
-                if entry["most"] == most:
+                if entry["most"] == most and entry.get("temperature") == temperature:
                     self.known[entry["prompt"]] = tuple(entry["response"])
 
     @torch.no_grad()
@@ -133,11 +142,16 @@ class StoredResponses:
             return pair.response
         key = hashlib.sha256(repr(pair.prompt).encode()).hexdigest()[:24]
         if key not in self.known:
-            ids = torch.tensor([pair.prompt], device=device_of(self.model))
-            out = self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.most, do_sample=False
-            )
+            ids, how = torch.tensor([pair.prompt], device=device_of(self.model)), dict[str, Any](do_sample=False)
+            if self.temperature is not None:
+                how = dict(do_sample=True, temperature=self.temperature, top_k=0, top_p=1.0)
+            with torch.random.fork_rng():
+                torch.manual_seed(int(key[:8], 16))
+                mask = torch.ones_like(ids)
+                out = self.model.generate(ids, attention_mask=mask, max_new_tokens=self.most, **how)
             self.known[key] = tuple(out[0, ids.shape[1] :].tolist())
+            line = dict(prompt=key, most=self.most, response=self.known[key])
+            line |= {} if self.temperature is None else dict(temperature=self.temperature)
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(dict(prompt=key, most=self.most, response=self.known[key])) + "\n")
+                file.write(json.dumps(line) + "\n")
         return self.known[key]

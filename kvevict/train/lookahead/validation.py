@@ -12,17 +12,19 @@ from . import passes
 @torch.no_grad()
 def similarity(decoder: torch.nn.Module, adapter: Adapter, found: passes.Truth) -> dict[str, float]:
     """Compare the lookahead rows' unpooled scores of one prompt with the true scores in `found`. Returns `loss`, and as
-    means over layers and kv heads `recall` (of the best eighth of the slots) and `tau` (Kendall's)."""
+    means over layers and kv heads `recall` (of the best eighth of the slots), `recall_512` (of the best 512 slots, or
+    of all if there are fewer) and `tau` (Kendall's)."""
     each: list = []
 
     def note(layer: int, q: torch.Tensor, k: torch.Tensor, slots: _ops.Held, options: dict) -> None:
         got = _scores(q, k, slots, **options)[0, :, : found.tokens]
         want = found.target[layer][0].unflatten(0, (len(got), -1)).mean(1)
-        each.append((recall(got, want, max(1, found.tokens // 8)), tau(got, want)))
+        some = (max(1, found.tokens // 8), min(512, found.tokens))
+        each.append((*(recall(got, want, k) for k in some), tau(got, want)))
 
     value = passes.loss(decoder, adapter, found, note).item()
-    recalls, taus = (torch.stack(part).mean().item() for part in zip(*each))
-    return dict(loss=value, recall=recalls, tau=taus)
+    recalls, best, taus = (torch.stack(part).mean().item() for part in zip(*each))
+    return dict(loss=value, recall=recalls, recall_512=best, tau=taus)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, slots: _ops.Held, **options: Any) -> torch.Tensor:
