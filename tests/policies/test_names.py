@@ -25,7 +25,7 @@ from kvevict.policy.seen.rows import Observation
     ("snapkv", dict(refinement="caote"), "unknown option 'refinement'; did you mean 'refine'"),
     ("snapkv", dict(error="caote"), "unknown option 'error'; known: .*refine"),
     ("take", dict(probe_positions="true"), "unknown option 'probe_positions'; known: .*ema_alpha"),
-    ("take+edie", dict(window=8), r"'window': it is of rows='drafted', 'lookahead', 'window'; rows='probe' has .*, probe$"),
+    ("take+edie", dict(window=8), r"'window': it is of rows='drafted', 'lookahead', 'window'; rows='probe' has .*be$"),
     ("h2o", dict(c=3), "'c': it is of select='chunk'; select='token' has none"),
     ("vatp", dict(base="snapkv"), "unknown option 'base'; known: .*score"),
 ])  # fmt: skip
