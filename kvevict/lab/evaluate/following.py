@@ -5,17 +5,16 @@ the texts are appended to it; `texts` has the ids of each row's text. Results: f
 [R, vocabulary] that predict the R ids of its text.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from ...answering.answer import continued
+from ...engine.memory.cache import EvictionCache
 from ...models.compat import CACHE
 
 
-def followed(model: Module, logits: Tensor, cache: Any, texts: list[list[int]]) -> list[Tensor]:
+def followed(model: Module, logits: Tensor, cache: EvictionCache, texts: list[list[int]]) -> list[Tensor]:
     """Read all tokens in one call, as the next part of a prompt."""
     further = [ids[:-1] for ids in texts]
     rows = continued(model, cache, further, 0) if any(further) else logits[:, :0]
@@ -23,7 +22,7 @@ def followed(model: Module, logits: Tensor, cache: Any, texts: list[list[int]]) 
     return [torch.cat([last[-1:], row[len(row) - len(more) :]]).float() for last, row, more in each]
 
 
-def decoded(model: Module, logits: Tensor, cache: Any, texts: list[list[int]]) -> list[Tensor]:
+def decoded(model: Module, logits: Tensor, cache: EvictionCache, texts: list[list[int]]) -> list[Tensor]:
     """Read the tokens one by one, as `generate` does: a policy that evicts while decoding does so. All texts have equal
     lengths."""
     found = [logits[:, -1]]

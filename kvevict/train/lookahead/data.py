@@ -142,7 +142,7 @@ class StoredResponses:
             return pair.response
         key = hashlib.sha256(repr(pair.prompt).encode()).hexdigest()[:24]
         if key not in self.known:
-            ids, how = torch.tensor([pair.prompt], device=device_of(self.model)), dict[str, Any](do_sample=False)
+            ids, how = torch.tensor([pair.prompt], device=device_of(self.model)), dict[str, object](do_sample=False)
             if self.temperature is not None:
                 how = dict(do_sample=True, temperature=self.temperature, top_k=0, top_p=1.0)
             with torch.random.fork_rng():
