@@ -57,8 +57,8 @@ class Batch:
         if len(tokens) != len(self.rows):
             raise ValueError(f"tokens has {len(tokens)} ids, expected {len(self.rows)}: one for each row")
         ids = torch.as_tensor(tokens, device=self.device)[:, None]
-        sequence = getattr(self.cache, "sequence", None)
-        due, others = ([], []) if sequence is None else sequence.choosing()
+        tiers = getattr(self.cache, "tiers", None)
+        due, others = ([], []) if tiers is None else tiers.choosing()
         if not due or not others:
             return self._logits(self.cache, ids)
         parts = [(part(self.cache, rows), ids[rows]) for rows in (due, others)]

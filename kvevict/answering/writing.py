@@ -149,7 +149,7 @@ def _is_late(batch: Batch) -> bool:
     """Return whether the host may launch a step before it knows the tokens that the step reads: the step must be
     recorded, and it must be possible to undo it."""
     plan = plan_of(find_decoder(batch.model))
-    if batch.device.type not in LATE or plan is None or plan.run.compiled is not True or batch.cache.sequence.awaits:
+    if batch.device.type not in LATE or plan is None or plan.run.compiled is not True or batch.cache.tiers.awaits:
         return False
     return not plan.policy.decode and plan.policy.carry != "sum" and obstacle(batch.cache) is None
 

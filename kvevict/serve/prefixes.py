@@ -10,6 +10,7 @@ import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import numpy as np
 from torch.nn import Module
 
 from ..engine.memory.cache import EvictionCache
-from ..engine.memory.layer import EvictionLayer
 from ..engine.memory.mapped import in_file
 from ..engine.memory.stateful import tensors_of
 from ..models.families import device_of
@@ -69,32 +69,29 @@ def bytes_of(cache: EvictionCache) -> int:
     """Count the bytes of a cache's tensors, memory that it shares with other caches included. Of a buffer that belongs
     to a pool of slots, only the rows of this cache count."""
     storages, lent = {}, 0
-    for layer in cache.layers:
-        pool = getattr(layer, "pool", None)
-        buffers = () if pool is None else [buffer.data_ptr() for buffer in pool.buffers]
-        for tensor in tensors_of(layer):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() in buffers:
-                lent += tensor.nbytes
-            else:
-                storages[storage.data_ptr()] = storage.nbytes()
+    pools = [layer.pool for layer in cache.tiers.layers.values() if layer.pool is not None]
+    buffers = {buffer.data_ptr() for pool in pools for buffer in pool.buffers}
+    for tensor in chain(cache.tiers.tensors(), *map(tensors_of, cache.layers)):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in buffers:
+            lent += tensor.nbytes
+        else:
+            storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values()) + lent
 
 
 def in_files(cache: EvictionCache) -> bool:
     """Return whether a cache's slots lie in a file."""
-    layers = [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
-    return all(in_file(layer.storage.gathered()) for layer in layers)
+    return all(in_file(layer.storage.gathered()) for layer in cache.tiers.layers.values())
 
 
 def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
     """Return the share of all layers' kv heads that keep each of the positions start .. stop-1, for one batch row."""
     counts, heads = np.zeros(cache.get_seq_length()), 0
-    for layer in cache.layers:
-        if isinstance(layer, EvictionLayer):
-            for positions in layer.chosen.positions()[0]:
-                counts[positions.cpu().numpy()] += 1
-                heads += 1
+    for index in cache.tiers.layers:
+        for positions in cache.tiers.kept(index).positions()[0]:
+            counts[positions.cpu().numpy()] += 1
+            heads += 1
     return counts[start:stop] / max(heads, 1)
 
 

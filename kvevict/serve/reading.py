@@ -106,7 +106,7 @@ class Reader:
             self.prefixes.put(call.keys, end, cache.recalled().first(end))
         if prompt.text is not None:
             self.shares[self._mark(call)] = shares_of(cache, *prompt.text)
-        cache.end_archive()
+        cache.tiers.end()
         return cache, logits, plan
 
     def _known(self, call: Call) -> tuple[EvictionCache | None, int]:

@@ -205,7 +205,7 @@ class Scheduler:
         self._groups = [group for group in self._groups if group.batch.rows]
         for alone in choosing:
             for row in alone.batch.rows:  # one row, or none if its answer has ended
-                alone.batch.cache.end_archive()
+                alone.batch.cache.tiers.end()
                 self.run(row, alone.plan, alone.batch.cache)
         self._stepped = time.monotonic()
         self._leave()
@@ -226,8 +226,8 @@ class Group:
         """Add an answer, and return True; or return False if it cannot share a step with the group's answers, or would
         disturb them (`Policy.recall_after`): answers that attend to the slots of all tokens must be able to continue to
         do so (`go_on`), and answers that have chosen their slots have recorded steps, which would end."""
-        there, awaits = self.batch.cache, cache.sequence.awaits
-        if there is not None and (there.sequence.awaits != awaits or (awaits and not go_on([there, cache]))):
+        there, awaits = self.batch.cache, cache.tiers.awaits
+        if there is not None and (there.tiers.awaits != awaits or (awaits and not go_on([there, cache]))):
             return False
         try:
             self.batch.add(row, cache)
@@ -240,7 +240,7 @@ class Group:
     def choosing(self) -> list["Group"]:
         """Remove the answers that choose their slots after their next token (`Policy.recall_after`), and return a
         separate group for each of them."""
-        due = [] if self.batch.cache is None else self.batch.cache.sequence.choosing()[0]
+        due = [] if self.batch.cache is None else self.batch.cache.tiers.choosing()[0]
         rows = [self.batch.rows[at] for at in due]
         groups = [Group(self.model, self.plan) for _ in rows]
         for group, row in zip(groups, rows, strict=True):

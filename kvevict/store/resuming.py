@@ -23,7 +23,6 @@ from torch import Tensor
 from ..context import context, within
 from ..engine.memory import ranks
 from ..engine.memory.cache import EvictionCache
-from ..engine.memory.layer import EvictionLayer
 from ..engine.watch.watcher import Watcher
 from ..models import families
 from ..models.weights import Identity, identity
@@ -100,13 +99,12 @@ class Reading(Watcher):
 
     def chunk(self, cache: EvictionCache) -> None:
         """Write the slots of the chunk that was read last to a part of their own."""
-        stop, layers = cache.sequence.columns, cache.layers
+        stop, every = cache.sequence.columns, cache.tiers.every
         if self.writes:
-            own = [index for index, layer in enumerate(layers) if isinstance(layer, EvictionLayer)]
-            part = cache.with_storages({index: layers[index].archive.last(stop - self.done) for index in own})
-            for index in own:
+            part = cache.with_storages({index: slots.last(stop - self.done) for index, slots in every.items()})
+            for index, slots in every.items():
                 if part.layers[index].budget is None:  # the budget is only decided at the prompt's end
-                    part.layers[index].budget = layers[index].archive.total_counts.sum(1)
+                    part.layers[index].budget = slots.total_counts.sum(1)
             try:
                 self._write(part, self.done, stop, sync=False)
                 self.done = stop

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..engine.memory import archive
 from ..engine.memory.cache import EvictionCache
 from ..engine.memory.carried import wide
 from ..engine.memory.layer import HALF_READ, EvictionLayer
@@ -89,7 +88,7 @@ def _contents(cache: EvictionCache) -> tuple[dict[str, Any], list[dict[str, Any]
                 f"layer {index} keeps a recurrent state, which save_cache cannot write; keep the cache in memory"
             )
         if isinstance(layer, EvictionLayer) and layer.is_initialized:
-            every = archive.every(layer)
+            every = cache.tiers.pieces(index)
             slots, values = every[0], _rows(layer, every) | {name: getattr(layer, name) for name in OPTIONAL}
             values["seen"] = torch.tensor(sequence.seen, dtype=torch.int32, device=layer.device)
             values["centre"] = slots.centre

@@ -408,7 +408,7 @@ def test_command_of_recall(kind, tmp_path, capsys):
     told = [line for line in capsys.readouterr().out.splitlines() if "archive" in line][:-1]
     with kvevict.evicting(shared(), "snapkv", budget=64, recall=True, kv=kind), torch.no_grad():
         cache = shared()(prompt(1, 520)["input_ids"], logits_to_keep=1).past_key_values
-    archives = [layer.archive for layer in cache.layers]
+    archives = cache.tiers.every.values()
     size = sum(one.live_bytes() + one.pos.element_size() * int(one.counts.sum()) for one in archives)
     assert told[0].split() == ["archive,", "GiB", f"{size / 2**30:.4g}"]
     read, weights = size - archives[0].pos.element_size() * 4 * 2 * 520, weight_bytes(shared())

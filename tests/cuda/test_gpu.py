@@ -6,18 +6,21 @@ import json
 from dataclasses import replace
 
 import helpers
+import numpy as np
 import pytest
 import ref
 import tiny
 import torch
 from helpers import Moved, held_of, same_bits
 from problems import i32, problem
+from recalling import every
 
 import kvevict
 from kvevict.answering import writing
 from kvevict.answering.batch import Batch, Pools
 from kvevict.answering.writing import Sampling
-from kvevict.engine.memory import archive, host
+from kvevict.engine.memory import host
+from kvevict.engine.memory.tiers import Tiers
 from kvevict.models.families import find_decoder
 from kvevict.ops import _ops as ops
 from kvevict.policy.kv import KINDS
@@ -349,7 +352,7 @@ def test_recalls_as_on_the_cpu(policy, kind):
                 for token in (5, 6, 7):
                     out = model(torch.tensor([[token]], device=device), past_key_values=cache)
                 logits.append(out.logits.cpu())
-        archived.append([[head.tolist() for head in layer.archive.gathered().positions()[0]] for layer in cache.layers])
+        archived.append([[head.tolist() for head in each.gathered().positions()[0]] for each in every(cache)])
     assert archived[0] == archived[1] == [[[*range(296)]] * 2] * len(cache.layers)
     assert tiny.relative(torch.cat(logits[3:]), torch.cat(logits[:3])) < (0.1 if kind else 1e-3)
 
@@ -376,7 +379,7 @@ def kept(cache):
 
 def archived(cache):
     """k, v and pos of all slots in the archives, head after head, on the host."""
-    heads = [(layer.archive, b, h) for layer in cache.layers for b in range(2) for h in range(layer.counts.shape[1])]
+    heads = [(archive, b, h) for archive in every(cache) for b, h in np.ndindex(archive.total_counts.shape)]
     pieces = [piece for archive, b, h in heads for piece in archive.places(b, h)]
     return [torch.cat([getattr(one, name)[at].cpu() for one, at in pieces]) for name in ("k", "v", "pos")]
 
@@ -388,7 +391,7 @@ def test_an_archive_on_the_host(policy, kind, place, slow, monkeypatch, tmp_path
     """As one on the device, bit by bit, also where the copies, or the model, are late: each waits for the other."""
     model = tiny.model(dtype=torch.bfloat16).cuda()
     want, *wanted = conversation(model, True, policy, **kind)
-    late = {"copies": (host, "_copy"), "model": (archive, "append")}
+    late = {"copies": (host, "_copy"), "model": (Tiers, "write")}
     if slow:
         module, name = late[slow]
         real = getattr(module, name)
@@ -403,9 +406,10 @@ def test_an_archive_on_the_host(policy, kind, place, slow, monkeypatch, tmp_path
     for one, other in zip(caches, wanted, strict=True):
         assert kept(one) == kept(other)
         assert all(map(torch.equal, archived(one), archived(other)))
-        for layer in one.layers:
-            assert layer.archive.on_host and layer.archive.device.type == "cpu" and layer.storage.device.type == "cuda"
-            buffers = layer.archive.k, layer.archive.v, layer.archive.pos
+        assert all(layer.storage.device.type == "cuda" for layer in one.layers)
+        for archive in every(one):
+            assert archive.on_host and archive.device.type == "cpu"
+            buffers = archive.k, archive.v, archive.pos
             assert all(x.is_pinned() for x in buffers) == (place == "memory" or one is caches[1])
     assert kvevict.report(caches[0])["archive_in"] == ("cpu" if place == "memory" else str(tmp_path))
     assert kvevict.report(wanted[0])["archive_in"] == "cuda:0"
@@ -434,7 +438,7 @@ def test_the_device_has_two_layers_of_an_archive(drafts, policy):
                 start = torch.cuda.memory_allocated()
                 logits = model(turn, past_key_values=cache, logits_to_keep=1).logits
                 grown.append(torch.cuda.max_memory_allocated() - start)
-        size = sum(layer.archive.live_bytes() for layer in cache.layers)
+        size = sum(archive.live_bytes() for archive in every(cache))
         found.append((grown, logits, kept(cache)))
     (on_device, *_), (on_host, *_) = found
     if not drafts:
@@ -456,7 +460,7 @@ def test_a_file_of_an_archive_on_the_host(tmp_path):
             assert all(layer.storage.far and layer.storage.prefix.device.type == "cpu" for layer in loaded.layers)
             for each in (cache, loaded.fork(), loaded, copy.deepcopy(kvevict.load_cache(tmp_path / "cache", model))):
                 outs.append(model(turn, past_key_values=each, logits_to_keep=1).logits)
-                assert each.layers[0].archive.on_host == (recall == "memory")
+                assert every(each)[0].on_host == (recall == "memory")
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 

@@ -180,7 +180,7 @@ def test_a_later_question_recalls(tmp_path, batch_size):
         for case in cases[:3]:
             question, fork, ids = ask.encode(net, tok, case).question, cache.fork(), []
             logits = net(torch.tensor([question]), **{CACHE: fork}, logits_to_keep=1).logits
-            assert int(fork.layers[0].archive.total_counts[0, 0]) == len(prompt.context + question)
+            assert int(fork.tiers.every[0].total_counts[0, 0]) == len(prompt.context + question)
             while len(ids) < case.new_tokens and "\n" not in tok.decode(ids, skip_special_tokens=True).lstrip():
                 ids.append(int(logits[0, -1].argmax()))
                 if ids[-1] == tok.eos_token_id:

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import safetensors.torch
 import torch
-from recalling import POLICIES, SNAPKV, decoded
+from recalling import POLICIES, SNAPKV, decoded, every
 from safetensors import safe_open
 from tiny import prompt, shared
 
@@ -59,14 +59,15 @@ def test_a_folder_s_archive_is_one_in_memory(name, tmp_path):
     assert not list(tmp_path.iterdir())
     for one, other in zip(files.layers, memory.layers, strict=True):
         assert places(one, False) == places(other, False)
+        assert not any(in_files(getattr(one.storage, part)) for part in ("k", "v", "pos"))
+    for one, other in zip(every(files), every(memory), strict=True):
         for part in ("k", "v", "pos"):
-            assert in_files(getattr(one.archive, part)) and not in_files(getattr(other.archive, part))
-            assert not in_files(getattr(one.storage, part))
+            assert in_files(getattr(one, part)) and not in_files(getattr(other, part))
         for part in ("k", "v"):
-            assert torch.equal(one.archive.dense(part), other.archive.dense(part))
+            assert torch.equal(one.dense(part), other.dense(part))
     twin = copy.deepcopy(files)
-    assert not in_files(twin.layers[0].archive.k)
-    assert torch.equal(twin.layers[0].archive.dense("k"), files.layers[0].archive.dense("k"))
+    assert not in_files(every(twin)[0].k)
+    assert torch.equal(every(twin)[0].dense("k"), every(files)[0].dense("k"))
 
 
 def test_the_file_goes_with_the_cache(tmp_path):
@@ -93,7 +94,7 @@ def test_a_full_disk(tmp_path):
     with mock.patch.object(mapped, "_mapped", few), pytest.warns(UserWarning, match="cannot hold a file of .* bytes"):
         got, cache = conversation(model, SNAPKV | dict(recall=str(tmp_path)))
     assert torch.equal(got, want)
-    assert not in_files(cache.layers[0].archive.k)
+    assert not in_files(every(cache)[0].k)
 
 
 def test_a_folder_s_path(monkeypatch, tmp_path):
@@ -288,7 +289,7 @@ def test_a_file_s_bytes_are_those_of_safetensors(tmp_path):
         decoded(model, cache)
         model(prompt(2, 20, seed=1)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
         decoded(model, cache)
-        assert cache.layers[0].archive.prefix.counts.any() and cache.layers[0].archive.counts.any()
+        assert every(cache)[0].prefix.counts.any() and every(cache)[0].counts.any()
     kvevict.save_cache(cache, path, name='"checksum": "00000000" \n \x7f ü')
     other = {str(kind): torch.ones(3, 5).to(kind)[:, ::2] for kind in kinds} | {"scalar": torch.tensor(1.5)}
     sealed.write(tmp_path / "other", other, {})

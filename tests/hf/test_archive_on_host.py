@@ -7,16 +7,17 @@ import weakref
 import pytest
 import torch
 import zoo
-from recalling import OTHERS, POLICIES, SNAPKV, decoded, ours, padded
+from recalling import OTHERS, POLICIES, SNAPKV, decoded, every, ours, padded
 from tiny import prompt, shared
 from transformers import DynamicCache
 
 import kvevict
 from kvevict.answering.batch import Batch, Pools
-from kvevict.engine.memory import archive, host
+from kvevict.engine.memory import host
 from kvevict.engine.memory.joining import join
 from kvevict.engine.memory.rows import Apart
 from kvevict.engine.memory.storage import Storage
+from kvevict.engine.memory.tiers import Tiers
 from kvevict.engine.read.budgets import places
 from kvevict.models.compat import CACHE, cache_of
 from kvevict.models.families import find_decoder
@@ -52,19 +53,21 @@ def copies(monkeypatch):
     return Copies(monkeypatch)
 
 
-def bits(layer):
+def bits(archive):
     """k, v, pos of every slot in a layer's archive, by row and head."""
-    rows, heads = map(range, layer.archive.total_counts.shape)
-    each = [layer.archive.places(b, h) for b in rows for h in heads]
+    rows, heads = map(range, archive.total_counts.shape)
+    each = [archive.places(b, h) for b in rows for h in heads]
     return [torch.cat([getattr(one, name)[at] for place in each for one, at in place]) for name in ("k", "v", "pos")]
 
 
 def same(one, other):
     """The first one's archives lie on the host; the kept slots and the archives are those of the other, bit by bit."""
     for mine, theirs in zip(ours(one), ours(other), strict=True):
-        assert mine.archive.on_host and not theirs.archive.on_host and not mine.storage.on_host
+        assert not mine.storage.on_host
         assert places(mine, False) == places(theirs, False)
         assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
+    for mine, theirs in zip(every(one), every(other), strict=True):
+        assert mine.on_host and not theirs.on_host
         assert all(map(torch.equal, bits(mine), bits(theirs)))
 
 
@@ -75,7 +78,7 @@ def both(options):
 
 def over_chosen(monkeypatch):
     """Let an answer's first tokens attend to chosen slots alone, as they do where the archive lies on the host."""
-    monkeypatch.setattr(archive, "put_aside", lambda layer, awaited: setattr(layer, "awaited", awaited))
+    monkeypatch.setattr(Tiers, "_put_aside", lambda tiers, index, asked: asked)
 
 
 def conversation(model, options, turn=40, rows=1):
@@ -187,7 +190,7 @@ def test_rows_that_decode_together(name, pooled, copies, monkeypatch):
             left = [batch.remove(row) for row in (1, 0, 2)]
             outs += [model(turn, **{CACHE: cache}, logits_to_keep=1).logits for cache in left]
             whole = join([cache.fork() for cache in left])
-            assert isinstance(whole.layers[0].archive, Apart)
+            assert isinstance(every(whole)[0], Apart)
             at = whole.sequence.next_position[:, None] + torch.arange(20)
             outs.append(model(turn.expand(3, -1), **{CACHE: whole}, position_ids=at, logits_to_keep=1).logits)
         found.append((outs[-1], [*left, whole]))
@@ -227,8 +230,9 @@ def test_files(name, place, copies, tmp_path):
             assert (got - logits).abs().max() < 1e-4
             for one, other in zip(fork.layers, want.layers, strict=True):
                 assert places(one, False) == places(other, False)
+            for one, other in zip(every(fork), every(want), strict=True):
                 assert all(map(torch.equal, bits(one), bits(other)))
-                assert one.archive.on_host == (place is not True)
+                assert one.on_host == (place is not True)
     assert copies.most <= 2
     alone = kvevict.load_cache(tmp_path / "file", model)
     with kvevict.evicting(model, **options | dict(recall=False)):
@@ -267,7 +271,7 @@ def test_where_it_is_the_same_memory(tmp_path):
     """On a CPU "memory" is as True: nothing is copied. A folder of that name is meant by a path."""
     model = shared()
     one, other = (conversation(model, options) for options in both(SNAPKV))
-    assert torch.equal(one[0], other[0]) and not other[1].layers[0].archive.on_host
+    assert torch.equal(one[0], other[0]) and not every(other[1])[0].on_host
     with pytest.raises(ValueError, match=r"recall='\./memory': no file can be made there .*'memory'"):
         kvevict.patch(model, **SNAPKV | dict(recall="./memory"))
 
@@ -326,7 +330,7 @@ def test_a_turn_under_another_place(copies, tmp_path):
             with kvevict.evicting(model, **SNAPKV | dict(recall=place)):
                 out = model(prompt(1, 60, seed=seed)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
                 decoded(model, cache)
-            assert all(layer.archive.on_host == (place == "memory") for layer in cache.layers)
+            assert all(archive.on_host == (place == "memory") for archive in every(cache))
         found.append((out.logits, cache))
     assert torch.equal(found[0][0], found[1][0])
     same(found[1][1], found[0][1])
@@ -334,4 +338,4 @@ def test_a_turn_under_another_place(copies, tmp_path):
     for order in (1, -1):
         loaded = kvevict.load_cache(tmp_path / "file", model)
         whole = join([found[1][1].fork(), loaded][::order])
-        assert all(one.on_host for layer in whole.layers for one in layer.archive.each)
+        assert all(one.on_host for archive in every(whole) for one in archive.each)

@@ -146,8 +146,8 @@ def test_slots_are_stored_once(lengths):
             more = {} if cache is None else {CACHE: cache}
             cache = net(prompt(1, length, seed=seed)["input_ids"], **more, logits_to_keep=1).past_key_values
             net(torch.tensor([[5]]), **{CACHE: cache})
-        for layer in cache.layers:
-            assert layer.storage.prefix.gathered().k.data_ptr() == layer.archive.gathered().k.data_ptr()
+        for layer, archive in zip(cache.layers, cache.tiers.every.values(), strict=True):
+            assert layer.storage.prefix.gathered().k.data_ptr() == archive.gathered().k.data_ptr()
             assert layer.storage.counts.tolist() == [[1, 1]]
 
 

@@ -17,7 +17,7 @@ import pytest
 import tiny
 import torch
 import zoo
-from recalling import POLICIES
+from recalling import POLICIES, every
 from safetensors.torch import save_file
 from tiny import prompt
 
@@ -137,7 +137,7 @@ def test_goes_on(name, tmp_path):
     got = read(path, text, **options)
     assert equal(got, turns(text, [72, 64, 64], **options))
     assert sorted(os.listdir(tmp_path)) == ["cache", "plain"] and path.stat().st_mode & 0o777 == 0o600
-    assert all(in_file(layer.archive) for layer in got.layers)
+    assert all(map(in_file, every(got)))
     loaded = read(path, text, stop=0, **options)
     assert equal(loaded, got) and in_file(loaded.layers[0].storage)
 
@@ -424,5 +424,5 @@ def test_an_archive_on_the_host(name, tmp_path, monkeypatch):
     path, text, options = tmp_path / "cache", text_of(200), CHUNKED[name] | dict(recall="memory")
     stopped(path, text, 3, **options)
     got = read(path, text, **options)
-    assert all(layer.archive.on_host for layer in got.layers)
+    assert all(archive.on_host for archive in every(got))
     assert equal(got, turns(text, [72, 128], **options)) and equal(read(path, text, stop=0, **options), got)

@@ -56,7 +56,7 @@ def test_rows_of_an_answer_choose_from_all_tokens(length, seed, read):
     model, (before, text), turn = shared(), read, prompt(1, max(length, 2), seed=seed)["input_ids"]
     length, total = turn.shape[1], 150 + turn.shape[1] + N
     cache = text.fork()
-    lost = [set(range(150)) - set(layer.chosen.positions()[0][0].tolist()) for layer in text.layers]
+    lost = [set(range(150)) - set(text.tiers.kept(at).positions()[0][0].tolist()) for at in range(len(text.layers))]
     with kvevict.evicting(model, **AFTER), Heard() as heard:
         logits = asked(model, cache, turn)
     assert torch.equal(logits, over_all(model, text, turn))
@@ -90,11 +90,11 @@ def test_an_answer_that_ends_before_has_what_its_prompt_chose(count, read):
         caches = [text.fork() for _ in range(4)]
         for cache in caches:
             asked(model, cache, turn, tokens)
-            assert cache.sequence.awaits
+            assert cache.tiers.awaits
         one, other, joined, last = caches
         batch = Batch(model, ["other"], text.fork())
         batch.add("this", joined)
-        assert not batch.cache.sequence.awaits and kept(batch.remove("this")) == kept(plain)
+        assert not batch.cache.tiers.awaits and kept(batch.remove("this")) == kept(plain)
         every = last.recalled()
         asked(model, one, more)
         assert kvevict.report(one)["recalled"] is not None
@@ -117,7 +117,7 @@ def test_a_first_cut_in_place():
             cache = model(prompt(1, 24)["input_ids"], logits_to_keep=1, use_cache=True).past_key_values
             decoded(model, cache, TOKENS[:2])
             asked(model, cache, more, TOKENS[:1])
-            cache.settle()
+            cache.tiers.settle()
             found.append(kept(cache))
     assert found[0] == found[1] and {len(head) for layer in found[1] for head in layer[0]} == {25}
 
@@ -166,8 +166,8 @@ def test_answers_join_others_and_choose_as_alone(name, pooled):
             if step in joins:
                 row, mine = joins[step], text.fork()
                 model(prompt(1, 12 + row, seed=row + 1)["input_ids"], **{CACHE: mine}, logits_to_keep=1)
-                mine.end_archive()  # as the server does: no turn follows
-                assert mine.sequence.awaits
+                mine.tiers.end()  # as the server does: no turn follows
+                assert mine.tiers.awaits
                 alone[row] = copy.deepcopy(mine)
                 batch.add(row, mine)
             if step == 14:
@@ -176,10 +176,8 @@ def test_answers_join_others_and_choose_as_alone(name, pooled):
             tokens = [5 + step + 7 * row for row in batch.rows]
             for row, token, logits in zip(batch.rows, tokens, batch.step(tokens), strict=True):
                 assert relative(logits, decoded(model, alone[row], (token,)).logits[0, -1]) < most
-            since = batch.cache.sequence.since
-            each = [alone[row].sequence.since for row in batch.rows]
-            assert since is None or since.tolist() == [-1 if one is None else one[0] for one in each]
-            assert (since is None) == all(one is None for one in each)
+            since, each = batch.cache.tiers.since.tolist(), [alone[row].tiers.since.tolist() for row in batch.rows]
+            assert since == ([one[0] if one else -1 for one in each] if any(each) else [])
         assert kept(batch.cache) == [
             [row for one in layers for row in one] for layers in zip(*(kept(alone[row]) for row in batch.rows))
         ]
@@ -195,7 +193,7 @@ def test_a_batch_where_some_have_chosen_is_settled():
         for cache in caches:
             model(turn, **{CACHE: cache}, logits_to_keep=1)
         for cache in caches[:2]:
-            cache.end_archive()
+            cache.tiers.end()
         twin, chosen = (copy.deepcopy(cache) for cache in caches[:2])
         batch.add("chosen", caches[1])
         for token in TOKENS:
@@ -205,10 +203,10 @@ def test_a_batch_where_some_have_chosen_is_settled():
         batch.step([3, 4])
         decoded(model, chosen, (3,))
         decoded(model, twin, (4,))
-        assert batch.cache.sequence.since.tolist() == [-1, 1]
+        assert batch.cache.tiers.since.tolist() == [-1, 1]
         batch.add("archive", caches[2])
-        assert not batch.cache.sequence.awaits
-        twin.settle()
+        assert not batch.cache.tiers.awaits
+        twin.tiers.settle()
         for row, one in (("awaits", twin), ("chosen", chosen)):
             assert kept(batch.remove(row)) == kept(one)
 
@@ -266,7 +264,7 @@ def test_a_prompt_that_is_known():
             written.append(decoded(model, every, written[-1:]).logits[0, -1].argmax().item())
     assert written == tokens[0, 150:].tolist()
     with kvevict.evicting(model, **AFTER):
-        assert not model(ids[:, :20], logits_to_keep=1, use_cache=True).past_key_values.sequence.awaits
+        assert not model(ids[:, :20], logits_to_keep=1, use_cache=True).past_key_values.tiers.awaits
 
 
 @pytest.mark.parametrize("options", [{}, dict(do_sample=True, temperature=0.7), dict(num_beams=3)])
@@ -311,11 +309,11 @@ def test_other_models(name, kind):
 def test_a_text_that_is_asked_later_awaits_no_answer():
     net, tokenizer = model(vocab_size=259, bos_token_id=None, pad_token_id=None), byte_tokenizer()
     cache = kvevict.read(net, tokenizer, "The lantern is lit at nine. " * 20, **AFTER)
-    assert not cache.sequence.awaits and cache.layers[0].counts.tolist() == [[24, 24]]
+    assert not cache.tiers.awaits and cache.layers[0].counts.tolist() == [[24, 24]]
     with kvevict.evicting(net, **AFTER):
         more = cache.fork()
         net(torch.tensor([tokenizer("When is it lit?").input_ids]), **{CACHE: more})
-    assert more.sequence.awaits
+    assert more.tiers.awaits
 
 
 def test_refusals():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import zoo
-from recalling import OTHERS, PACKED, POLICIES
+from recalling import OTHERS, PACKED, POLICIES, every
 from tiny import prompt, relative, shared
 from torch.nn.functional import pad
 
@@ -41,8 +41,8 @@ def test_chunks_read_as_without_eviction(name, padded, tmp_path):
         assert (
             relative(got[:, :2], want[:, :2]) < (0.02 if name in PACKED else 1e-5) < relative(lost[:, :2], want[:, :2])
         )
-        kept = [layer.chosen.total_counts.sum(1) for layer in cache.layers]
-        assert (sum(kept) <= 4 * 2 * (24 + 3)).all() and cache.layers[0].archive.total_counts.max() >= 240
+        kept = [cache.tiers.kept(at).total_counts.sum(1) for at in cache.tiers.layers]
+        assert (sum(kept) <= 4 * 2 * (24 + 3)).all() and every(cache)[0].total_counts.max() >= 240
 
 
 def test_slots_lie_in_the_archive_alone():
@@ -59,7 +59,7 @@ def test_slots_lie_in_the_archive_alone():
     finally:
         hook.remove()
     assert len(own) > 6 and max(map(max, own[:-1])) <= options["chunk_size"]
-    assert all(layer.archive.total_counts.min() >= 240 for layer in cache.layers)
+    assert all(archive.total_counts.min() >= 240 for archive in every(cache))
 
 
 @pytest.mark.parametrize("name, kind", [pytest.param(*each, id=each[0]) for each in zoo.types() if each[0] in OTHERS])

@@ -1,12 +1,13 @@
 """Recall: every token's slots go to an archive, and a further turn chooses its slots anew from all of them."""
 
 import copy
+from itertools import chain
 from unittest import mock
 
 import pytest
 import torch
 import zoo
-from recalling import IN_8_BITS, OTHERS, PACKED, POLICIES, SNAPKV, Heard, decoded, ours, padded
+from recalling import IN_8_BITS, OTHERS, PACKED, POLICIES, SNAPKV, Heard, decoded, every, ours, padded
 from tiny import prompt, relative, shared
 from transformers import DynamicCache
 
@@ -39,8 +40,8 @@ def test_the_archive_has_every_token(name):
         decoded(model, cache)
         model(prompt(2, 5, seed=2)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
     total = 90 + 3 + 40 + 3 + 5
-    for at, layer in enumerate(cache.layers):
-        archive = layer.archive.gathered()
+    for at, archive in enumerate(every(cache)):
+        archive = archive.gathered()
         assert archive.total_counts.tolist() == archive.len.tolist() == [[total] * 2] * 2
         assert all(head.tolist() == list(range(total)) for row in archive.positions() for head in row)
         if name == "laq":  # drafted rows were heard, too
@@ -48,7 +49,7 @@ def test_the_archive_has_every_token(name):
         for part, got in ((1, archive.dense("k")), (2, archive.dense("v"))):
             want = heard.all(at, part)
             assert torch.equal(got, want) if name not in PACKED else relative(got, want) < 0.02
-        assert sum(int(each.chosen.total_counts.sum()) for each in cache.layers) <= 4 * 2 * 2 * (24 + 6)
+        assert sum(int(cache.tiers.kept(at).total_counts.sum()) for at in range(4)) <= 4 * 2 * 2 * (24 + 6)
 
 
 @pytest.mark.parametrize("kind", [None, "int8", "k8v4", "int4"])
@@ -67,16 +68,17 @@ def test_a_turn_keeps_what_its_rows_choose_from_all_tokens(kind):
         q = turn.all(at, 0)[0, :, -4:].double()
         k = torch.cat([before.all(at, 1), turn.all(at, 1)], 2)[0].double()
         if kind is not None:
-            assert layer.archive.kinds == kv.KINDS[kind] and layer.storage.kinds == kv.KINDS["model"]
+            archive = every(cache)[at]
+            assert archive.kinds == kv.KINDS[kind] and layer.storage.kinds == kv.KINDS["model"]
             for name in "kv":
-                held, every = layer.storage.dense(name)[0], layer.archive.dense(name)[0]
+                held, whole = layer.storage.dense(name)[0], archive.dense(name)[0]
                 for h in range(2):
                     pos = layer.positions()[0][h].long()
-                    assert relative(held[h, pos < 150], every[h, pos[pos < 150]]) < 1e-6
+                    assert relative(held[h, pos < 150], whole[h, pos[pos < 150]]) < 1e-6
                     assert torch.equal(
                         held[h, pos >= 150], turn.all(at, "qkv".index(name))[0, h, pos[pos >= 150] - 150]
                     )
-            k[:, :150] = layer.archive.dense("k")[0, :, :150].double()
+            k[:, :150] = archive.dense("k")[0, :, :150].double()
         k = k.repeat_interleave(q.shape[0] // k.shape[0], 0)
         hidden = torch.arange(170) > torch.arange(166, 170)[:, None]
         weights = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf).softmax(-1)
@@ -232,7 +234,7 @@ def test_forks_copies_rows_and_crops(name):
         decoded(model, alone)
         assert relative(asked(alone)[0], other_turn[0]) < 1e-5
         total = 120 + 9 + 3 + 20 + (3 if name.startswith("decode") else 1)
-        assert all(layer.archive.total_counts.tolist() == [[total] * 2] for layer in other.layers)
+        assert all(archive.total_counts.tolist() == [[total] * 2] for archive in every(other))
 
 
 @pytest.mark.parametrize("slots", [None, 16, 40, 1.0])
@@ -250,8 +252,9 @@ def test_rows_of_a_batch_are_as_alone(slots):
             alone = model(text[None], logits_to_keep=1).past_key_values
             want = model(turn[None], **{CACHE: alone}, logits_to_keep=1).logits
             assert relative(got[row], want[0]) < 1e-4
+            for one, other in zip(every(cache), every(alone), strict=True):
+                assert one.total_counts[row].tolist() == other.total_counts[0].tolist()
             for one, other in zip(cache.layers, alone.layers, strict=True):
-                assert one.archive.total_counts[row].tolist() == other.archive.total_counts[0].tolist()
                 skipped = 90 - len(text)  # a caller who gives no position_ids counts columns of padding
                 here, there = one.positions()[row], other.positions()[0]
                 assert [(x - skipped).tolist() for x in here] == [x.tolist() for x in there]
@@ -317,10 +320,10 @@ def test_a_turn_without_recall_ends_the_archive():
         assert kvevict.report(cache)["archive_bytes"] >= 90 * 2 * 2 * 32 * 4 * 4
     with kvevict.evicting(model, **SNAPKV | dict(recall=False)):
         model(prompt(1, 20, seed=1)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
-        assert all(layer.archive is None for layer in cache.layers)
+        assert every(cache) == []
     with kvevict.evicting(model, **SNAPKV):
         model(prompt(1, 20, seed=2)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
-    assert [layer.archive.total_counts.tolist() for layer in cache.layers] == [[[44, 44]]] * 4
+    assert [archive.total_counts.tolist() for archive in every(cache)] == [[[44, 44]]] * 4
 
 
 def test_tokens_decoded_first_under_another_policy(tmp_path):
@@ -337,11 +340,11 @@ def test_tokens_decoded_first_under_another_policy(tmp_path):
             decoded(model, each, [5, 6, 7, 8])
             assert all(layer.counts.max() <= 24 + 3 for layer in each.layers)
             model(turn, **{CACHE: each}, logits_to_keep=1)
-            for layer in each.layers:
-                assert all(head.tolist() == [*range(147)] for row in layer.archive.positions() for head in row)
+            for archive in every(each):
+                assert all(head.tolist() == [*range(147)] for row in archive.positions() for head in row)
     with kvevict.evicting(model, **POLICIES["decode"] | dict(recall=False)):
         decoded(model, forgets, [5, 6, 7, 8])
-        assert all(layer.archive is None for layer in forgets.layers)
+        assert every(forgets) == []
 
 
 def test_refusals():
@@ -371,8 +374,8 @@ def test_refusals():
 
 def same_archives(one, other, name, row=slice(None)):
     """The rows of a prompt bit by bit, those that were decoded beside others up to rounding."""
-    for mine, theirs in zip(one.layers, other.layers, strict=True):
-        mine, theirs = mine.archive.gathered(), theirs.archive.gathered()
+    for mine, theirs in zip(every(one), every(other), strict=True):
+        mine, theirs = mine.gathered(), theirs.gathered()
         assert [[x.tolist() for x in each] for each in mine.positions()[row]] == [
             [x.tolist() for x in each] for each in theirs.positions()
         ]
@@ -414,7 +417,7 @@ def test_rows_that_decode_together_have_their_own_archives(name, pooled):
             cache = left if row == 0 else batch.remove(row)
             got, want = (model(turn, **{CACHE: each}, logits_to_keep=1).logits for each in (cache, twins[row]))
             assert relative(got, want) < most
-            assert isinstance(cache.layers[0].archive, Storage)
+            assert isinstance(every(cache)[0], Storage)
             same_archives(cache, twins[row], name)
 
 
@@ -432,8 +435,9 @@ def test_a_turn_of_rows_that_decoded_together():
         for row, twin in enumerate(twins):
             decoded(model, twin, [5 + row])
             assert relative(got[row], model(turn, **{CACHE: twin}, logits_to_keep=1).logits[0]) < 1e-4
+            for mine, theirs in zip(every(whole), every(twin), strict=True):
+                assert mine.total_counts[row].tolist() == theirs.total_counts[0].tolist()
             for mine, theirs in zip(whole.layers, twin.layers, strict=True):
-                assert mine.archive.total_counts[row].tolist() == theirs.archive.total_counts[0].tolist()
                 assert places(mine, False)[row] == places(theirs, False)[0]
 
 
@@ -444,15 +448,14 @@ def test_beams_share_the_archive():
         with kvevict.evicting(model, **SNAPKV | dict(budget=4096, recall=recall)):
             out = model.generate(ids, num_beams=3, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
         found.append(out.sequences)
-        archives = [layer.archive for layer in out.past_key_values.layers]
-        assert [each is None for each in archives] == [not recall] * 4
+        assert len(every(out.past_key_values)) == (4 if recall else 0)
     assert torch.equal(*found)
     with kvevict.evicting(model, **SNAPKV):
         cache = model(ids, logits_to_keep=1).past_key_values
-        before = [layer.archive.k.data_ptr() for layer in cache.layers]
+        before = [archive.k.data_ptr() for archive in every(cache)]
         cache.batch_repeat_interleave(3)
         cache.reorder_cache(torch.tensor([2, 0, 0]))
-        assert [layer.archive.prefix.k.data_ptr() for layer in cache.layers] == before
+        assert [archive.prefix.k.data_ptr() for archive in every(cache)] == before
 
 
 @pytest.mark.parametrize("name", ["snapkv", *PACKED, "decode"])
@@ -473,7 +476,7 @@ def test_saved_and_loaded(name, tmp_path):
     for found in (outs, more, again):
         assert relative(found[1], found[0]) < 1e-5 and relative(found[2], found[0]) < 1e-5
     assert [places(layer, False) for layer in loaded.layers] == [places(layer, False) for layer in cache.layers]
-    assert all(layer.archive.total_counts.tolist() == [[143, 143]] for layer in two.layers)
+    assert all(archive.total_counts.tolist() == [[143, 143]] for archive in every(two))
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
@@ -489,7 +492,8 @@ def test_an_archive_is_saved_from_where_it_lies(name, tokens, tmp_path):
             model(text, **{CACHE: each}, logits_to_keep=1)
             for token in range(tokens):
                 model(torch.tensor([[token]]), **{CACHE: each})
-            memory = {t.untyped_storage().data_ptr() for layer in each.layers for t in tensors_of(layer)}
+            tensors = chain(each.tiers.tensors(), *map(tensors_of, each.layers))
+            memory = {t.untyped_storage().data_ptr() for t in tensors}
             with mock.patch.object(sealed, "write", wraps=sealed.write) as write:
                 kvevict.save_cache(each, tmp_path / "again")
             pieces = [x for x in write.call_args.args[1].values() if isinstance(x, sealed.Pieces)]
@@ -513,9 +517,9 @@ def test_an_archive_has_no_surplus_room(kind, chunk_size, pads):
         mask = torch.cat([prompt(len(pads), 120, pad=pads)["attention_mask"], torch.ones_like(new)], 1)
         model(new, attention_mask=mask, **{CACHE: fork}, logits_to_keep=1)
     for each, tokens in ((cache, 120), (fork, 190)):
-        for layer in each.layers:
-            rows = sum(len(t) for t in layer.archive.tensors() if t.dim() == 1)  # the slots' positions
-            assert rows == layer.archive.total_counts.sum() == 2 * (tokens * len(pads) - sum(pads))
+        for archive in every(each):
+            rows = sum(len(t) for t in archive.tensors() if t.dim() == 1)  # the slots' positions
+            assert rows == archive.total_counts.sum() == 2 * (tokens * len(pads) - sum(pads))
 
 
 def test_a_prompt_of_several_chunks_recalls_at_its_end():
@@ -525,7 +529,7 @@ def test_a_prompt_of_several_chunks_recalls_at_its_end():
         cache = DynamicCache(config=model.config)
         with Heard() as heard:
             model(prompt(1, 150)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
-        assert [layer.archive.total_counts.tolist() for layer in cache.layers] == [[[150, 150]]] * 4
+        assert [archive.total_counts.tolist() for archive in every(cache)] == [[[150, 150]]] * 4
     assert len(heard.calls[0]) == 5
     with kvevict.evicting(model, **SNAPKV | dict(recall=False)):
         plain = model(prompt(1, 150)["input_ids"], logits_to_keep=1).past_key_values

@@ -36,6 +36,11 @@ def decoded(model, cache, tokens=(5, 6, 7)):
     return out
 
 
+def every(cache):
+    """Each layer's slots of all tokens; [] without recall."""
+    return [slots for _, slots in sorted(cache.tiers.every.items())]
+
+
 def ours(cache):
     return [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
 

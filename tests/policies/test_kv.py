@@ -226,7 +226,7 @@ def test_values_beyond_fp16(where, least, tmp_path):
             if where == "a file":
                 kvevict.save_cache(cache, tmp_path / "cache")
                 cache = kvevict.load_cache(tmp_path / "cache", model)
-            packed = [layer.archive if where == "recall_kv" else layer.storage for layer in cache.layers]
+            packed = [cache.tiers.every.get(at, layer.storage) for at, layer in enumerate(cache.layers)]
             assert {each.kinds for each in packed} == {(kv.INT4, kv.INT8)}
             assert all(each.gathered().dense("v").isfinite().all() for each in packed)
             got = model(ids[:, stop:], past_key_values=cache).logits[:, -1:]

@@ -10,7 +10,6 @@ from torch.utils.hooks import RemovableHandle
 from ...context import context, current
 from ...models import compat, families
 from ..measure import unseen
-from ..memory import archive
 from ..memory.layer import EvictionLayer, fit
 from ..read.layer import LayerCall, attend, decide
 from ..read.step import Step, paused
@@ -59,7 +58,7 @@ def attention(
     new = (key, value) if new is None else new
     archive_kv = None if step.decoding else step.plan.run.archive_kv
     if archive_kv is not None or not layer.is_represented:
-        _represent(step, layer, archive_kv, query, key, value, options)
+        _represent(step, module.layer_idx, archive_kv, query, key, value, options)
     call = LayerCall(step, module, query, key, value, new, options, hidden)
     attend(call)
     decide(call)
@@ -67,13 +66,13 @@ def attention(
 
 
 def _represent(
-    step: Step, layer: EvictionLayer, archive_kv: str | None, query: torch.Tensor, key: torch.Tensor,
-    value: torch.Tensor, options: dict,
+    step: Step, index: int, archive_kv: str | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    options: dict,
 ) -> None:  # fmt: skip
     """Choose how a layer packs the keys and values that it stores. This is done before the layer attends, from the
-    first keys and values that it will store. archive_kv: how the layer's archive of all slots is packed; None: leave
-    the archive alone."""
-    chunk = key.shape[2] - step.appended
+    first keys and values that it will store. archive_kv: how the slots of all tokens are packed (`Tiers.every`); None:
+    leave them alone."""
+    layer, chunk = step.cache.layers[index], key.shape[2] - step.appended
     first = step.first.clamp_max(chunk)  # number of padding columns in the chunk
     seen: Any = *(x[:, :, :chunk] for x in (query, key, value)), first, options, step.plan.ranks
     if not layer.is_represented:
@@ -81,7 +80,7 @@ def _represent(
         if step.decoding:  # `Step.through` counts a decoded token only in layers whose packing was chosen before it
             layer.tick()
     if archive_kv is not None:
-        archive.represent(layer, archive_kv, *seen)
+        step.cache.tiers.represent(index, archive_kv, *seen)
 
 
 def _stored_form(layer: EvictionLayer, *tensors: torch.Tensor) -> list[torch.Tensor]:

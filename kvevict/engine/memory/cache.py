@@ -13,7 +13,6 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from ...models import families
 from ...models.owner import Owner, form
-from . import archive
 from .latent import LatentLayer
 from .layer import EvictionLayer
 from .meter import Meter
@@ -22,6 +21,7 @@ from .sequence import Sequence
 from .stateful import SlidingLayer, StatefulLayer, select_states
 from .storage import ROOM, Storage
 from .table import Table
+from .tiers import Tiers
 
 
 class EvictionCache(DynamicCache):
@@ -29,6 +29,7 @@ class EvictionCache(DynamicCache):
 
     layers: list[Any]  # each an EvictionLayer or a layer of Transformers
     sequence: Sequence  # counts of the tokens that the cache has read
+    tiers: Tiers  # the slots of all tokens read, for recall
     record_past = False  # whether assisted decoding is on, which removes rejected tokens
     meter: Meter | None = None  # measurements of the last read
     owner = Owner(None)  # the model and the state of its weights that computed the slots
@@ -46,26 +47,29 @@ class EvictionCache(DynamicCache):
         return self.with_storages({})
 
     def with_storages(self, storages: Mapping[int, Storage]) -> EvictionCache:
-        """Fork this cache, with other slots in some layers. storages: layer -> its slots; such a layer has no archive,
-        and no slots that were put aside for an answer."""
+        """Fork this cache, with other slots in some layers. storages: layer -> its slots; of such a layer's tokens the
+        fork has no other slots, and no answer attends to the slots of all tokens."""
         layers = [_forked(layer, storages.get(index)) for index, layer in enumerate(self.layers)]
         twin = self.with_layers(copy.copy(self.sequence), layers)
+        tiers = twin.tiers
+        tiers.every = {index: every.forked() for index, every in tiers.every.items() if index not in storages}
         if storages:
-            twin.sequence.since = None
+            tiers.answers = []
         twin.meter = self.meter
         return twin
 
     def recalled(self) -> EvictionCache:
-        """Fork this cache, with the slots of all tokens in every layer that has an archive; without any archive, return
-        this cache itself."""
-        own = {index: layer for index, layer in self._own().items() if layer.archive is not None}
-        return self.with_storages({index: archive.whole(layer) for index, layer in own.items()}) if own else self
+        """Fork this cache, with the slots of all tokens in every layer; if only the kept slots are known, return this
+        cache itself."""
+        whole = {index: self.tiers.whole(index) for index in self.tiers.every}
+        return self.with_storages(whole) if whole else self
 
     def first(self, tokens: int) -> EvictionCache:
         """Fork the first `tokens` tokens of this cache, which must have one batch row. Every layer must hold the slots
         of all tokens (as `recalled` returns them), and no layer may have a sliding window or a state."""
         count = self.sequence.columns - tokens
-        twin = self.with_storages({index: layer.fork().storage.crop(count) for index, layer in self._own().items()})
+        own = self.tiers.layers.items()
+        twin = self.with_storages({index: layer.fork().storage.crop(count) for index, layer in own})
         if count:
             twin.sequence.crop(count)
             twin.sequence.floor = tokens
@@ -75,25 +79,11 @@ class EvictionCache(DynamicCache):
         """Copy this cache, without its meter, with other layers, whose tokens `sequence` counts."""
         twin = copy.copy(self)  # `__reduce__` leaves the meter out
         twin.sequence, twin.layers = sequence, list(layers)
-        for layer in twin.layers:
-            if isinstance(layer, EvictionLayer):
-                layer.sequence = sequence
+        own = _evicting(twin.layers)
+        for layer in own.values():
+            layer.sequence = sequence
+        twin.tiers = self.tiers.on(sequence, own)
         return twin
-
-    def _own(self) -> dict[int, EvictionLayer]:
-        """Return {index: layer} for the layers that slots are evicted from."""
-        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EvictionLayer)}
-
-    def settle(self) -> None:
-        """Restore the slots kept at the prompt's end, for answers that attend to the slots of all tokens until now."""
-        archive.settle(self.sequence, [*self._own().values()])
-
-    def end_archive(self) -> None:
-        """Free the archives, since no turn follows, except in layers whose answer is still to choose slots from the
-        archive."""
-        for layer in self._own().values():
-            if layer.awaited is None or layer.awaited.chosen is not None:
-                layer.archive = None
 
     def tick(self, layers: Items[EvictionLayer], room: int = ROOM) -> None:
         """Count one more slot in every head of the layers, for the token to be decoded next. room: free rows per head
@@ -138,6 +128,7 @@ class EvictionCache(DynamicCache):
     def reset(self) -> None:
         super().reset()
         self.sequence.__init__()
+        self.tiers = Tiers(self.sequence, self.tiers.layers)
         for name in ("record_past", "meter", "owner"):
             self.__dict__.pop(name, None)  # back to the class's defaults
 
@@ -152,6 +143,7 @@ class EvictionCache(DynamicCache):
         self.sequence.removing = count
         try:
             super().crop(tokens_to_remove)
+            self.tiers.crop(count)
         except BaseException:
             for layer, attributes in zip(self.layers, layers, strict=True):
                 layer.__dict__.clear()
@@ -162,7 +154,7 @@ class EvictionCache(DynamicCache):
         if count:
             self.sequence.crop(count)
             if self.meter is not None:
-                self.meter.stored = [layer.counts for layer in self._own().values()]
+                self.meter.stored = [layer.counts for layer in self.tiers.layers.values()]
 
     def batch_select_indices(self, indices: torch.Tensor | Items[int]) -> None:
         """Keep the batch rows `indices`: a boolean mask, or row numbers in any order, which may repeat."""
@@ -179,6 +171,7 @@ class EvictionCache(DynamicCache):
                 layer.batch_select_indices(torch.tensor(rows))
             else:
                 select_states(layer, rows)
+        self.tiers.select(rows)
         self.sequence.select(rows)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -202,6 +195,11 @@ def _kind(plain: type[DynamicCache]) -> type[EvictionCache]:
 
 def _blank(plain: type[DynamicCache]) -> EvictionCache:
     return object.__new__(_kind(plain))
+
+
+def _evicting(layers: list) -> dict[int, EvictionLayer]:
+    """Return {index: layer} for the layers that slots are evicted from."""
+    return {index: layer for index, layer in enumerate(layers) if isinstance(layer, EvictionLayer)}
 
 
 def _forked(layer: CacheLayerMixin, storage: Storage | None) -> CacheLayerMixin:
@@ -239,6 +237,7 @@ def adopt(cache: Any, kinds: Items[str], config: Any, ranks: Ranks = ALONE, firs
         elif kind in families.EVICTS and not isinstance(layer, EvictionLayer):
             layers[index] = _imported(layer, sequence, families.is_latent(config), first)
             layer.keys = layer.values = None
+    cache.__dict__.setdefault("tiers", Tiers(sequence, {})).layers.update(_evicting(layers))
     if columns > sequence.columns:
         sequence.coming = columns, columns - (0 if first is None else np.array(first.tolist()))
         sequence.advance()

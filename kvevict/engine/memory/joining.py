@@ -4,7 +4,6 @@ are not moved."""
 import copy
 from collections.abc import Sequence as Items
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,15 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ...models import families
-from . import archive
-from .awaited import Awaited
 from .cache import EvictionCache, adopt
 from .carried import of_layer, wide
 from .latent import LatentLayer
 from .layer import EvictionLayer
 from .pool import SlotPool
-from .rows import Apart, joined, together
+from .rows import joined, together
 from .sequence import Sequence
 from .stateful import states_of
+from .tiers import Tiers
 
 
 class Pools:
@@ -89,23 +87,21 @@ def _shared(layer: EvictionLayer) -> dict[str, object]:
 
 def go_on(caches: Items[EvictionCache]) -> bool:
     """Whether answers that attend to the slots of all tokens can continue to do so after these caches are joined. For
-    that, the caches must share each layer's prefix, must pack slots in the same way, and may not have an archive."""
-    if any(obstacle(cache) for cache in caches):
+    that, the caches must share each layer's prefix, must pack slots in the same way, and may have no other slots."""
+    answers = [each for cache in caches for each in cache.tiers.answers if each is not None]
+    if any(obstacle(cache) or cache.tiers.every for cache in caches) or not all(map(answers[0].joins, answers)):
         return False
     for layers in zip(*(cache.layers for cache in caches), strict=True):
-        awaited = [layer.awaited for layer in layers if layer.awaited is not None]
         buffers = {id(layer.storage.prefix.k) for layer in layers if layer.storage.prefix is not None}
         if len(buffers) > 1 or len({layer.storage.kinds for layer in layers}) > 1:
-            return False
-        if any(layer.archive is not None for layer in layers) or not all(each.joins(awaited[0]) for each in awaited):
             return False
     return True
 
 
 def join(caches: Items[EvictionCache]) -> EvictionCache:
-    """Concatenate the batch rows of caches into one cache, which replaces the given caches. Each row keeps its own
-    archive, the slots of all its tokens. An answer that attends to its archive (`Policy.recall_after`) still does so
-    after the join if `go_on` returns True for the caches; otherwise it goes on with the slots kept at its prompt's end.
+    """Concatenate the batch rows of caches into one cache, which replaces the given caches. Each row keeps the slots of
+    all its tokens. An answer that attends to these (`Policy.recall_after`) still does so after the join if `go_on`
+    returns True for the caches; otherwise it goes on with the slots kept at its prompt's end.
 
     Raises ValueError for caches that cannot share a step.
     """
@@ -117,21 +113,23 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
             raise ValueError(f"a cache has {reason}: decode it alone")
         if differs := unlike(first, cache):
             raise ValueError(f"two caches differ in their {differs}: decode them in batches of their own")
-    if any(cache.sequence.awaits for cache in caches) and not go_on(caches):
+    if any(cache.tiers.awaits for cache in caches) and not go_on(caches):
         for cache in caches:
-            cache.settle()
-    if any(layer.archive is not None for cache in caches for layer in cache.layers):
+            cache.tiers.settle()
+    if any(cache.tiers.every for cache in caches):
         for cache in caches:
             cache.sequence.run = first.sequence.run
-            for layer in cache.layers:
-                archive.append_last(layer)  # so that the archives of all batch rows end at the same column
-    for each in zip(*(cache.layers for cache in caches), strict=True):
-        kinds = {(layer.storage.kinds, layer.archive and layer.archive.kinds) for layer in each}
+            cache.tiers.append_last()  # so that the slots of all batch rows end at the same column
+    for index in first.tiers.layers:
+        every = [cache.tiers.every.get(index) for cache in caches]
+        kinds = {(cache.layers[index].storage.kinds, own and own.kinds) for cache, own in zip(caches, every)}
         if len(kinds) > 1:  # some caches hold the slots of all tokens, others hold kept slots that are packed otherwise
             raise ValueError("two caches differ in their kind of stored slots: decode them in batches of their own")
     sequence = Sequence.joined([cache.sequence for cache in caches], first.layers[0].device)
     layers = [_joined(each) for each in zip(*(cache.layers for cache in caches), strict=True)]
-    return first.with_layers(sequence, layers)
+    whole = first.with_layers(sequence, layers)
+    whole.tiers = Tiers.joined([cache.tiers for cache in caches], sequence, whole.tiers.layers)
+    return whole
 
 
 def part(cache: EvictionCache, rows: Items[int]) -> EvictionCache:
@@ -153,11 +151,6 @@ def _joined(layers: tuple[EvictionLayer, ...]) -> EvictionLayer:
     whole.decode_queries = together([layer.decode_queries for layer in layers])
     if any(layer.prompt is not None for layer in layers):
         whole.prompt = np.concatenate([layer.counts if layer.prompt is None else layer.prompt for layer in layers])
-    starts = [0, *accumulate(len(layer.counts) for layer in layers)]
-    awaited = [layer.awaited.moved(at) for layer, at in zip(layers, starts) if layer.awaited is not None]
-    whole.awaited = Awaited.joined(awaited) if awaited else None
-    archives = [layer.archive for layer in layers if layer.archive is not None]  # every cache has one, or none has
-    whole.archive = Apart.of(archives) if archives else None
     whole.memory = {name: torch.cat([layer.memory[name] for layer in layers]) for name in first.memory}
     whole.carry = None
     if any(layer.carry is not None for layer in layers):

@@ -14,11 +14,9 @@ from transformers.cache_utils import CacheLayerMixin
 from ...context import current
 from ...ops import _ops
 from ...policy import kv
-from .awaited import Awaited
 from .carried import of_layer
 from .pool import SlotPool
 from .ranks import Ranks
-from .rows import Apart
 from .sequence import Sequence
 from .storage import Decoded, Storage
 from .stored import Later
@@ -67,9 +65,7 @@ class EvictionLayer(CacheLayerMixin):
         self.carry: Tensor | None = None  # fp32 [B, Hkv, C] scores that slots carry from cut to cut (carried.py)
         # Quantity's name -> tensor [B, ..] that its `accumulate` returned; the tensor is replaced, never written to
         self.memory: dict[str, Tensor] = {}
-        self.archive: Storage | Apart | None = None  # the slots of all tokens read; None: the policy does not recall
         self.decode_queries: Tensor | None = None  # [B, H, n, W] query rows of the last n decoded tokens
-        self.awaited: Awaited | None = None  # set while an answer that is still to choose attends to all slots
         # Attributes in the host's memory:
         self.budget: np.ndarray | None = None  # [B] budget of the last read, in slots over all kv heads
         # [B, heads of all ranks] number of a head's first slots that belong to the prompt; None: all, or unknown
@@ -84,14 +80,13 @@ class EvictionLayer(CacheLayerMixin):
 
     def fork(self, storage: Storage | None = None) -> EvictionLayer:
         """Return an independent layer that shares the stored slots; or, given a `storage`, a layer that has its slots
-        instead, and no archive."""
+        instead."""
         twin = copy.copy(self)
         if storage is not None:
-            twin.storage, twin.archive, twin.head_offsets, twin.awaited = storage, None, None, None
+            twin.storage, twin.head_offsets = storage, None
         elif self.is_initialized:
             self.storage = self.storage.as_prefix()
             twin.storage = self.storage.forked()
-            twin.archive = None if self.archive is None else self.archive.forked()
         return twin
 
     # -- called by Transformers -------------------------------------------------------------------------------------
@@ -151,14 +146,9 @@ class EvictionLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         self.storage = self.storage.crop(count)
-        archived = self.sequence.archived + count - self.sequence.columns  # number of removed tokens in the archive
-        if self.archive is not None and archived > 0:
-            self.archive = self.archive.as_prefix().crop(archived)  # a fork, since other caches may share the archive
         if self.decode_queries is not None:
             left = self.decode_queries[:, :, : max(0, self.decode_queries.shape[2] - count)]
             self.decode_queries = left if left.shape[2] else None
-        if self.awaited is not None:
-            self.awaited = self.awaited.crop(count)
         self.carry = of_layer(self.carry, self)
         if self.prompt is not None:  # every head loses equally many slots
             held = self.counts if self.head_offsets is None else self.counts[:, :1] + self.head_offsets
@@ -173,18 +163,10 @@ class EvictionLayer(CacheLayerMixin):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value[at if isinstance(value, Tensor) else rows])
         self.memory = {name: value[at] for name, value in self.memory.items()}
-        self.awaited = None if self.awaited is None else self.awaited.rows(rows)
         self.storage = self.storage.rows(rows)
-        self.archive = None if self.archive is None else self.archive.forked().rows(rows)  # beams share an archive
         self.carry = of_layer(self.carry, self)
 
     # -- called by eviction -----------------------------------------------------------------------------------------
-
-    @property
-    def chosen(self) -> Storage:
-        """The slots that the last cut kept, even while they are put aside because answers attend to the slots of all
-        tokens."""
-        return self.storage if self.awaited is None or self.awaited.chosen is None else self.awaited.chosen[0]
 
     pack = staticmethod(fit)  # new keys and values [B, Hkv, S, D] -> the rows to store [B, Hkv, S, W]
 

@@ -4,6 +4,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from itertools import chain
 
 import numpy as np
@@ -78,14 +79,15 @@ class Meter:
                 x = x if centre is None else x - centre.to(x.device)[:, :, None]
                 self.beyond[index].append((kv.norms(x) > most).any())
 
-    def write(self, layers: list[EvictionLayer | None], kind: str) -> None:
+    def write(self, layers: list[EvictionLayer | None], kind: str, every: Items[Storage | Apart]) -> None:
         """Write the report of a read. layers: the cache's layers, None for each that nothing is evicted from; kind: the
-        name in `kv.KINDS` that the run asked for."""
+        name in `kv.KINDS` that the run asked for; every: each layer's slots of all tokens, [] without recall."""
         own = [layer for layer in layers if layer is not None]
         assert own[0].sequence.seen is not None
         live, seen = sum(layer.live_bytes() for layer in own), own[0].sequence.seen.tolist()
         slots = sum(layer.counts.sum(1) for layer in own).tolist()
-        archive = sum(_archived_bytes(layer.archive) for layer in own if layer.archive is not None)
+        archive = sum(map(_archived_bytes, every))
+        beside = sum(t.nbytes for each in every for t in each.tensors()) - archive
         heads = sum(layer.counts.shape[1] for layer in own)
         storages = [layer.storage for layer in own]
         computed = sum(2 * one.counts.shape[1] * one.like.element_size() * one.dim for one in storages)
@@ -103,8 +105,8 @@ class Meter:
             padded_bytes=sum(layer.padded_bytes() for layer in own),
             peak_cache_bytes=max(self.peak, live),
             archive_bytes=archive,
-            archive_in=_places(own[0].archive),
-            overhead_bytes=sum(map(allocated_bytes, own)) - live - archive,
+            archive_in=_places(every[0]) if every else None,
+            overhead_bytes=sum(map(allocated_bytes, own)) + beside - live,
             positions=positions,
         )
 
@@ -132,10 +134,8 @@ def _bits(storage: Storage) -> list[int]:
     return [kv.ROW_KINDS[kind].bits or 8 * storage.like.element_size() for kind in storage.kinds]
 
 
-def _places(archive: Storage | Apart | None) -> str | None:
-    """Return where an archive is: a file, a folder, the name of a device, or several of these; None without one."""
-    if archive is None:
-        return None
+def _places(archive: Storage | Apart) -> str:
+    """Return where an archive is: a file, a folder, the name of a device, or several of these."""
     each = archive.each if isinstance(archive, Apart) else [archive]
     return ", ".join(dict.fromkeys(place for one in each for place in places(one)))
 

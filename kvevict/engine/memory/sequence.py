@@ -28,10 +28,7 @@ class Sequence:
         self.floor = 0
         # (columns of the running step; number of tokens, without padding, among them: [B], or one for all batch rows)
         self.coming: tuple[int, np.ndarray | int] = (0, 0)
-        self.archived = 0  # number of first columns whose slots are in the layers' archives
-        # int [B] tokens so far of the row's answer, if the answer attends to the slots of all tokens and has not chosen
-        # among them yet; -1: the row has no such answer; None: no row has one
-        self.since: np.ndarray | None = None
+        self.archived = 0  # number of first columns whose slots are in `Tiers.every`
         self.removing: int | None = None  # number of tokens that a running `EvictionCache.crop` removes
         self.half_read = False  # True while a call changes the cache, and after such a call has ended with an error
         self.thread: int | None = None  # id of the thread in which the last call that changes the cache began
@@ -44,19 +41,6 @@ class Sequence:
     def removable(self) -> int:
         """The number of last columns that `crop` may remove."""
         return max(0, self.columns - self.floor)
-
-    @property
-    def awaits(self) -> bool:
-        """Whether some batch row's answer attends to the slots of all tokens and has not chosen among them yet."""
-        return self.since is not None
-
-    def choosing(self) -> tuple[list[int], list[int]]:
-        """Return (batch rows whose answer chooses slots after its next token, by `Policy.recall_after`; the other batch
-        rows). Both lists are empty if no answer is still to choose."""
-        if self.since is None:
-            return [], []
-        due = self.since == self.policy.answered - 1
-        return np.flatnonzero(due).tolist(), np.flatnonzero(~due).tolist()
 
     def fix(self) -> None:
         """Forbid `crop` to remove any column read so far, the running step's columns included."""
@@ -99,8 +83,6 @@ class Sequence:
         self.columns -= count
         self.archived = min(self.archived, self.columns)
         self.seen = np.maximum(self.seen - count, 0)
-        if self.since is not None:
-            self.since = np.where(self.since < 0, -1, self.since - count)
         if self.next_position is not None:
             self.next_position = self.next_position - count
 
@@ -108,9 +90,6 @@ class Sequence:
         """Keep the batch rows `rows`, in this order; a batch row may occur twice."""
         assert self.seen is not None
         self.seen = self.seen[rows]
-        if self.since is not None:
-            since = self.since[rows]
-            self.since = None if (since < 0).all() else since
         if self.next_position is not None:
             self.next_position = self.next_position[rows]
 
@@ -137,9 +116,6 @@ class Sequence:
         whole.columns = whole.archived = max(one.columns for one in each)
         whole.floor = whole.columns - min(one.removable for one in each)
         whole.seen = np.concatenate([one.seen for one in each])
-        if any(one.awaits for one in each):
-            sinces = [np.full_like(one.seen, -1) if one.since is None else one.since for one in each]
-            whole.since = np.concatenate(sinces)
         whole.next_position = torch.cat([one.positions(device) for one in each])
         whole.packed = ()
         return whole

@@ -1,7 +1,6 @@
 """Layers that have a state as well as slots, or a sliding window in place of slots."""
 
 import copy
-from itertools import chain
 from typing import Any
 
 import torch
@@ -30,11 +29,10 @@ def select_states(layer: object, rows: list[int]) -> None:
 
 
 def tensors_of(layer: object) -> list[Tensor]:
-    """Return all tensors of a cache layer: its states; its slots with their archive, carried scores and remembered
-    queries; or, for a sliding-window layer, its keys and values."""
+    """Return all tensors of a cache layer: its states; its slots with their carried scores and remembered queries; or,
+    for a sliding-window layer, its keys and values."""
     if isinstance(layer, EvictionLayer):
-        parts = [each.tensors() for each in (layer.storage, layer.archive, layer.awaited) if each is not None]
-        own = [*chain(*parts), layer.carry, layer.decode_queries, *layer.memory.values()]
+        own = [*layer.storage.tensors(), layer.carry, layer.decode_queries, *layer.memory.values()]
     else:
         own = [getattr(layer, "keys", None), getattr(layer, "values", None)]
     return [*states_of(layer), *(t for t in own if t is not None)]

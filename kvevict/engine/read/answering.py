@@ -1,16 +1,18 @@
-"""The choice of slots during an answer, for recall (`Policy.recall_after`, METHODS section 13). The answer's first
-tokens attend to the slots of all tokens; then their rows, and the prompt's last rows, choose the slots that stay."""
+"""Choices of slots during an answer, for recall (METHODS section 13). An answer's first tokens attend to the slots of
+all tokens; then their rows, and the prompt's last rows, choose the slots that stay (`Policy.recall_after`). If the
+policy evicts while decoding, a layer that exceeds its budget chooses from the slots of all tokens."""
+
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from ...ops import _ops
 from ...policy.seen.rows import Observation, Observers
-from ..memory import archive, host
-from ..memory.awaited import Awaited
-from ..memory.layer import EvictionLayer
-from .choosers import Chooser, choose, store
-from .layer import LayerCall
+from ..memory.awaited import OF_ROWS, Awaited
+from .choosers import Chooser, Deciding, choose, store
+from .decisions import Decisions
+from .layer import LayerCall, evict
 from .plan import Plan
 from .step import Step
 
@@ -23,7 +25,7 @@ class Asking(Chooser):
 
     def __init__(self, chooser: Chooser) -> None:
         self.chooser, self.errors = chooser, chooser.errors
-        self.asked: list[tuple] = []  # for each layer: the layer, then the fields of its `Awaited` from `protected` on
+        self.noted: list[tuple] = []  # for each layer: its call, then the fields of its `Awaited` from `protected` on
 
     held = property(lambda self: self.chooser.held)
 
@@ -31,16 +33,15 @@ class Asking(Chooser):
         rows = call.rows.stored_rows(ROWS, call.step.plan.wants_outputs)
         skip = (rows.first - (rows.columns - rows.q.shape[2])).clamp_min(0)
         slots = call.slots
-        self.asked.append((call.layer, slots.protected, slots.bounds, skip, rows.q, rows.out, rows.lse))
+        self.noted.append((call.index, call.layer, slots.protected, slots.bounds, skip, rows.q, rows.out, rows.lse))
         self.chooser.layer(call)
 
     def end(self, step: Step, hidden: torch.Tensor) -> None:
         self.chooser.end(step, hidden)
 
-    def put_aside(self, plan: Plan) -> None:
-        """Put each layer's chosen slots aside, so that the answer attends to the slots of all tokens."""
-        for layer, *rest in self.asked:
-            archive.put_aside(layer, Awaited([*range(len(layer.counts))], plan.ranks.counts(layer).sum(1), *rest))
+    def asked(self, plan: Plan) -> dict[int, Awaited]:
+        """Return what each layer has kept, after its cut."""
+        return {index: Awaited(plan.ranks.counts(layer).sum(1), *rest) for index, layer, *rest in self.noted}
 
 
 class Answered(Chooser):
@@ -51,17 +52,18 @@ class Answered(Chooser):
     looks = False
 
     def __init__(self) -> None:
-        self.calls: list[LayerCall] = []
+        self.calls: dict[int, LayerCall] = {}
 
     def takes(self, call: LayerCall) -> bool:
-        call.layer.awaited = call.layer.awaited.with_row(q=call.q, out=call.out, lse=call.lse)
-        self.calls.append(call)
+        self.calls[call.index] = call
         return False
 
     def end(self, step: Step, hidden: torch.Tensor) -> None:
-        sequence = step.cache.sequence
-        assert sequence.since is not None
-        sequence.since = since = np.where(sequence.since < 0, -1, sequence.since + 1)
+        tiers, sequence = step.cache.tiers, step.cache.sequence
+        # Copies, since the next token may overwrite the tensors of a recorded one
+        rows = {index: {name: getattr(call, name).clone() for name in OF_ROWS} for index, call in self.calls.items()}
+        tiers.follow(rows)
+        since = tiers.since
         if since[since >= 0].min() < step.plan.policy.answered:
             return
         if (since < 0).any():
@@ -70,39 +72,53 @@ class Answered(Chooser):
                 "kvevict.answer, or step through the rows apart with kvevict.answering.batch.Batch"
             )
         floor = sequence.floor  # restored below: the answer's slots all stay, so crop() may still remove any of them
-        away = [call.layer for call in self.calls if call.layer.awaited.chosen is None]
-        for layer in away:
-            archive.append_last(layer)
-        if away:
-            sequence.archived = sequence.columns
-        coming = iter(away)
-        _come(next(coming, None))
-        while self.calls:
-            _come(next(coming, None))  # the next layer's slots arrive while this layer chooses
-            _choose(self.calls.pop(0), since)
-        sequence.floor, sequence.since = floor, None
-        host.wait()
+        for index, asked in tiers.choose():
+            _choose(self.calls.pop(index), asked, since)
+        sequence.floor = floor
 
 
-def _come(layer: EvictionLayer | None) -> None:
-    """Start to copy the slots of all tokens of a layer from the host's memory to the layer's device."""
-    if layer is not None:
-        archive.recall(layer, np.ones(len(layer.counts), bool))
-
-
-def _choose(call: LayerCall, since: np.ndarray) -> None:
+def _choose(call: LayerCall, asked: Awaited, since: np.ndarray) -> None:
     """Evict from a layer that holds the slots of all tokens. since: int [B] number of tokens of each row's answer."""
     layer, plan = call.layer, call.step.plan
-    awaited, layer.awaited = layer.awaited, None
     with call.step.meter.clock("evict"), layer.storage.here():
         if not layer.storage.far:
             layer.storage = layer.storage.whole()
-        first, last = awaited.protected
+        first, last = asked.protected
         last = last + _ops.upload(since, last.device, torch.int32)
-        call.slots = call.slots_of(plan.ranks.counts(layer), (first, last), awaited.bounds)
+        call.slots = call.slots_of(plan.ranks.counts(layer), (first, last), asked.bounds)
         alive = call.slots.alive
-        slots = np.minimum(awaited.slots + since * plan.kv_heads, alive)
+        slots = np.minimum(asked.slots + since * plan.kv_heads, alive)
         if (slots < alive).any():
-            rows = Observers(awaited.q, awaited.skip, call.rows.end, True, awaited.lse, awaited.out)
+            rows = Observers(asked.q, asked.skip, call.rows.end, True, asked.lse, asked.out)
             call.observation = Observation((rows,))
             store(call, choose(call, slots))
+
+
+class Recalling(Deciding):
+    """The chooser of a decoded token with a policy that recalls and evicts while decoding. After the step, batch rows
+    that lose slots of a layer choose from the slots of all tokens."""
+
+    looks = True
+
+    def __init__(self, decisions: Decisions) -> None:
+        super().__init__(decisions)
+        self.calls: list[LayerCall] = []
+
+    def takes(self, call: LayerCall) -> bool:
+        self.calls.append(call)
+        return False
+
+    def end(self, step: Step, hidden: torch.Tensor) -> None:
+        tiers = step.cache.tiers
+        for call in self.calls:
+            if call.index in tiers.every:
+                tiers.write(call.index, *call.new, call.step.positions, call.step.first, call.step.padding)
+        for call in self.calls:
+            if not super().takes(call):
+                continue
+            slots = self.slots(call)
+            if slots is not None and call.index in tiers.every:
+                tiers.recall(call.index, slots < step.plan.ranks.counts(call.layer).sum(1))
+                # The token's attention results are over the kept slots only, so they are dropped.
+                call.probs, call.rows = None, replace(call.rows, out=None, lse=None)
+            evict(call)

@@ -2,7 +2,6 @@
 that survive. A step has one chooser, which gets the layers in order. methods/draft.py and answering.py have further
 choosers."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,6 @@ from ...policy.inputs import as_needs
 from ..cut import Choice, by_sums, chosen, cut, joined, of_layers, protected, ranked, scored, taken
 from ..measure import quantities
 from ..measure.inputs import given
-from ..memory import archive
 from ..memory.carried import join, kept, of_layer
 from ..methods import propagate
 from ..methods.residual import Errors
@@ -76,7 +74,7 @@ class Deciding(Chooser):
         if policy.decode and observing and policy.rows.decoded and not policy.rows.newest:
             row = torch.cat([call.q, call.out.transpose(1, 2)], 3) if step.plan.wants_outputs else call.q
             layer.remember(row, policy.rows.decoded)
-        slots = self._slots(call)
+        slots = self.slots(call)
         if policy.carry == "sum" and observing and policy.score.adds_attention:
             sums: Any = join("sum", call.probs, layer.carry)
             if slots is None:
@@ -86,18 +84,9 @@ class Deciding(Chooser):
                 return False
         return slots is not None or (policy.carry == "sum" and observing)
 
-    def _slots(self, call: LayerCall) -> np.ndarray | None:
+    def slots(self, call: LayerCall) -> np.ndarray | None:
         """Return the number of slots [B] that a layer keeps after a decoded token; None if it keeps all."""
         return self.decisions.kept(call.order, call.step.plan.ranks.counts(call.layer).sum(1))
-
-    def recall(self, call: LayerCall) -> None:
-        """Recall the slots of all tokens in batch rows that lose slots after a decoded token. The method `layer` then
-        chooses among these slots."""
-        layer, slots = call.layer, self._slots(call)
-        if slots is not None and call.policy.recall and layer.archive is not None:
-            archive.recall(layer, slots < call.step.plan.ranks.counts(layer).sum(1))
-            # The token's attention results are over the kept slots only, so they are dropped.
-            call.probs, call.rows = None, replace(call.rows, out=None, lse=None)
 
     def layer(self, call: LayerCall) -> None:
         """Score the layer, and carry out the cuts that the `Decision` for it lists. If none of these cuts is of this
@@ -220,7 +209,7 @@ def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor |
             read = call.step.read
             expected = 0 if read is None else np.array(read.seen)[:, None]
             k, v = call.to_store
-            archive.append(layer, k, v, slots.pos, slots.kv.first, call.padding, expected)
+            call.step.cache.tiers.write(call.index, k, v, slots.pos, slots.kv.first, call.padding, expected)
     if not call.step.decoding:
         call.step.meter.live[call.index] = layer.live_bytes()
 

@@ -16,7 +16,6 @@ from ...policy.seen.slots import KV, Bounds, Heads, Slots
 from ..cut import completed, protected
 from ..measure import unseen
 from ..measure.inputs import given, rope_of
-from ..memory import archive
 from ..memory.carried import carry_newest
 from ..memory.stored import Later
 from .schedule import observes
@@ -195,7 +194,7 @@ def decide(call: LayerCall) -> None:
         if call.index in step.plan.last_reader:
             step.unread[call.index] = call
         else:
-            _choose(call)
+            evict(call)
 
 
 def decide_later(step: Step, attended: list[LayerCall]) -> None:
@@ -209,29 +208,24 @@ def decide_later(step: Step, attended: list[LayerCall]) -> None:
         q = q.clone() if layer.decode_queries is None else q
         call = replace(call, step=step, q=q, probs=probs, known={})
         if _is_due(call):
-            _choose(call)
+            evict(call)
 
 
 def _is_due(call: LayerCall) -> bool:
-    """Whether slots of the layer may be evicted. Before that, append a decoded token's slot to the archive, and let it
-    carry its score, if the policy needs this."""
+    """Whether slots of the layer may be evicted. Before that, let a decoded token's slot carry its score, if the policy
+    needs this."""
     step, layer, plan = call.step, call.layer, call.step.plan
     if step.decoding:
-        if plan.policy.recall and plan.policy.decode and layer.archive is not None:
-            k, v = call.new
-            archive.append(layer, k, v, step.positions, step.first, step.padding)
         if plan.of_tokens is not None and observes(plan.policy, call.order, len(plan.order)):
             carry_newest(layer, plan.of_tokens.tokens(*given(call, [plan.of_tokens]).values()))
         return step.chooser is not None and step.chooser.takes(call)
     step.meter.watch(call.new[0], call.tokens, 1 + step.chooser.held)
-    step.meter.weigh(call.index, layer.storage if layer.archive is None else layer.archive, *call.to_store)
+    step.meter.weigh(call.index, step.cache.tiers.every.get(call.index, layer.storage), *call.to_store)
     return True
 
 
-def _choose(call: LayerCall) -> None:
-    """Let the step's chooser evict slots of a layer; after a decoded token, recall the slots of all tokens first."""
-    if call.step.decoding:
-        call.step.chooser.recall(call)
+def evict(call: LayerCall) -> None:
+    """Let the step's chooser evict slots of a layer."""
     storage = call.layer.storage
     with call.step.meter.clock("evict"):
         call.step.chooser.layer(call)

@@ -14,7 +14,6 @@ import torch
 from ... import cautions
 from ...context import context
 from ...policy.reach import reach
-from ..memory import archive, host
 from ..memory.meter import Meter
 from ..memory.storage import ROOM
 from ..methods import propagate
@@ -22,7 +21,7 @@ from ..methods.draft import Drafting
 from ..methods.residual import Errors
 from ..record import replay
 from . import budgets, schedule
-from .answering import Answered, Asking
+from .answering import Answered, Asking, Recalling
 from .choosers import Chooser, Deciding
 from .decisions import while_decoding
 from .plan import Plan
@@ -79,35 +78,34 @@ class Spans:
         """Run the decoder for a step, and let its chooser end the step. Returns the decoder's output."""
         records = step.decoding and self.plan.records(step.positions.device)
         output = step.through(partial(replay.decoded, step, self.run) if records else self.run)
-        if self.policy.decode or not step.decoding:
-            self.cache.sequence.archived = self.cache.sequence.columns
         if step.chooser is not None:
             step.chooser.end(step, output.last_hidden_state[:, -1:])
         if step.read is None:  # after a prompt
             step.meter.stored = [layer.counts for layer in self.layers]
         if self.policy.decode or not step.decoding:
-            host.wait()  # for copies to archives, since the host may read or move archives between steps
+            self.cache.tiers.wait()
         return output
 
     def _following(self) -> Iterator[Step]:
         """Yield the one step of a call after a prompt: a decoded token, or candidates, whose slots are all stored."""
         arguments, plan, policy, layers = self.arguments, self.plan, self.policy, self.layers
-        sequence, decodes = self.cache.sequence, arguments.tokens == 1
+        sequence, tiers, decodes = self.cache.sequence, self.cache.tiers, arguments.tokens == 1
         chooser: Chooser | None = Chooser()
         if decodes and arguments.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         self._begin()
-        answers = decodes and sequence.awaits and not arguments.rolls_back
+        answers = decodes and tiers.awaits and not arguments.rolls_back
         answers = answers and sequence.policy == policy  # sequence.policy has read the prompt
         if not answers:
-            archive.settle(sequence, layers)
+            tiers.settle()
         if not decodes or (policy.decode and sequence.policy is not policy):  # the step may evict slots
-            archive.begin(sequence, layers, policy.recall, plan.run)
+            tiers.begin(policy.recall, plan.run)
         if decodes:
             budgets.renew(policy, self.cache, layers, plan.kv_heads, plan.ranks)
         note_prompts(plan, layers)
         if decodes and (policy.decode or policy.carry == "sum"):
-            chooser = Deciding(while_decoding(policy, len(layers), plan.kv_heads, self._most))
+            kind = Recalling if policy.recall and policy.decode else Deciding
+            chooser = kind(while_decoding(policy, len(layers), plan.kv_heads, self._most))
         elif decodes:
             chooser = Answered() if answers else None
         yield span(self.arguments, 0, arguments.tokens, self.cache.meter or Meter(), chooser)
@@ -119,8 +117,7 @@ class Spans:
 
     def _prompt(self) -> Iterator[Step]:
         """Yield the steps of a prompt's chunks, and then the step of the candidates after the prompt, if any."""
-        held = zip(self.plan.order, self.layers, strict=True)
-        meter = Meter((index, layer.chosen.live_bytes()) for index, layer in held)
+        meter = Meter((index, self.cache.tiers.kept(index).live_bytes()) for index in self.plan.order)
         with meter.clock("read"):
             prompt = Prefill(self.arguments, self.run, meter)
             self._begin()
@@ -169,7 +166,7 @@ class Prefill:
     def begin(self) -> None:
         """Prepare the cache, which changes from now on."""
         policy, read = self.policy, self.read
-        archive.begin(self.cache.sequence, self.layers, policy.recall, self.plan.run)
+        self.cache.tiers.begin(policy.recall, self.plan.run)
         self.cache.sequence.policy = policy
         most = schedule.read(policy, self.narrow, np.array([part.rows for part in self.parts])).sum(1).tolist()
         for order, layer in enumerate(self.layers):
@@ -191,8 +188,7 @@ class Prefill:
         asks = policy.answered and context().asks and not self.arguments.rolls_back  # whether the answer is to choose
         for chunk in cautions.bar(self.parts, "reading", "chunk", plan.run.progress):
             if (chunk.last or policy.schedule == "prompt") and not going_on.any():
-                whole = forks or (policy.schedule == "prompt" and read.evicts)
-                archive.recall_all(self.layers, self.meter, whole)
+                self._recall(forks or (policy.schedule == "prompt" and read.evicts))
                 if policy.recall:
                     read.budgets.recall(every)
             chooser, ahead = self._chooser(chunk), ahead - chunk.rows - chunk.appended
@@ -205,17 +201,32 @@ class Prefill:
             for watcher in read.watchers:
                 watcher.chunk(self.cache)
         if forks and not going_on.any():
-            archive.recall_all(self.layers, self.meter, True)
+            with self.meter.clock("recall"):
+                self.cache.tiers.share()
         for layer, before in zip(self.layers, self.prompts, strict=True):
             layer.prompt, held = None, plan.ranks.counts(layer).copy()
             if policy.keep_prompt:
                 layer.prompt = held if before is None else np.where(going_on[:, None], before, held)
 
+    def _recall(self, always: bool) -> None:
+        """Let the layers attend to the slots of all tokens, and choose among them at the next chunk's end, if slots
+        were lost, or if `always`."""
+        tiers, lost = self.cache.tiers, self.cache.tiers.lost
+        if lost or (tiers.every and always):
+            before = [layer.positions() for layer in self.layers] if lost else []
+            with self.meter.clock("recall"):
+                tiers.turn()
+            if lost:
+                after = [layer.positions() for layer in self.layers]
+                self.meter.recalls = [*zip(before, after, strict=True)]
+
     def report(self) -> None:
         """Write the meter's report."""
         own = [index in self.plan.order for index in range(len(self.cache.layers))]
-        self.meter.write([layer if ours else None for layer, ours in zip(self.cache.layers, own)], self.plan.run.kv)
-        self.meter.report |= dict(reach=[reach.why for reach in self.reaches] or None)
+        layers = [layer if ours else None for layer, ours in zip(self.cache.layers, own)]
+        self.meter.write(layers, self.plan.run.kv, [*self.cache.tiers.every.values()])
+        assert self.meter.report is not None
+        self.meter.report["reach"] = [reach.why for reach in self.reaches] or None
         for watcher in self.read.watchers:
             self.meter.report |= watcher.report(len(self.read.seen), own)
 
@@ -224,8 +235,7 @@ class Prefill:
         self.cache.meter = self.meter
         self.plan.keep(self.meter)
         if isinstance(chooser, Asking):
-            chooser.put_aside(self.plan)
-            self.cache.sequence.since = 0 * self.read.tokens
+            self.cache.tiers.ask(chooser.asked(self.plan))
         if context().learns:
             self.read.budgets.learn()
 

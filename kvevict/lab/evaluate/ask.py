@@ -24,6 +24,7 @@ from ...asking.prompts import Tokenizer, frame, ids_of
 from ...asking.question import observing
 from ...asking.tokens import find
 from ...context import within
+from ...engine.memory.cache import EvictionCache
 from ...models.compat import CACHE, cache_of
 from ...models.families import context_of, device_of, find_decoder
 from ...patch import evicting, slot_bytes
@@ -222,8 +223,9 @@ def forked(cache: Cache) -> Any:
 
 def _bytes(cache: Cache) -> int:
     """Sum the bytes of the slots in a cache's full-attention layers."""
-    own = [layer for layer in cache.layers if not layer.is_sliding]
-    return sum(l.chosen.live_bytes() if hasattr(l, "chosen") else l.keys.nbytes + l.values.nbytes for l in own)
+    if isinstance(cache, EvictionCache):
+        return sum(cache.tiers.kept(index).live_bytes() for index in cache.tiers.layers)
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if not layer.is_sliding)
 
 
 def judged(text: str, case: Case) -> dict:
