@@ -111,6 +111,15 @@ def here(layer: EvictionLayer, slots: Storage) -> Storage:
     return slots.blank_on(layer.device, False, layer.pool, slots) if slots.on_host else slots
 
 
+def before(layer: EvictionLayer, every: Every) -> Storage:
+    """Return a storage on the layer's device that begins with the slots, which stay where they are, if need be in
+    several parts."""
+    slots = every.gathered().fixed() if isinstance(every, Apart) else every.fixed()
+    if slots.far:
+        return slots.forked()
+    return here(layer, slots) if slots.on_host else slots.blank(slots.pool, slots)
+
+
 def here_in(layer: EvictionLayer, every: Every, due: np.ndarray) -> Storage:
     """Return a fork of the slots for the layer to attend to in batch rows b with due[b] True; other batch rows go on
     with the slots that they keep."""

@@ -167,11 +167,12 @@ class Storage(Stored):
 
     def as_prefix(self) -> Storage:
         """Return an empty storage with these slots as its prefix; this storage itself if it has a prefix already."""
-        if self.prefix is not None:
-            return self
-        # The prefix gets copies of `len` and `counts`, since a `Table` may count further tokens in the originals.
-        prefix = replace(self, pool=self._memory, len=self.len.clone(), counts=self.counts.copy())
-        return self.blank(self.pool, prefix)
+        return self if self.prefix is not None else self.blank(self.pool, self.fixed())
+
+    def fixed(self) -> Storage:
+        """Return a view of these slots whose counts do not change when slots are appended here: `append` and a `Table`
+        count in place."""
+        return replace(self, pool=self._memory, len=self.len.clone(), counts=self.counts.copy())
 
     def blank(self, pool: Lender | None, prefix: Storage | None = None) -> Storage:
         """Create an empty storage for slots of the same shape, packing and device, after an optional prefix."""
@@ -222,8 +223,9 @@ class Storage(Stored):
             return self
         if self.far:
             return self._copied(self.grown(self.total_counts)).slots()
-        before = self.prefix.whole()
-        return before.moved(before.grown(self.total_counts)).followed_by(self)
+        before, total = self.prefix.whole(), self.total_counts
+        owned = before is not self.prefix and (total <= before.capacity).all()  # a prefix of several parts was copied
+        return (before if owned else before.moved(before.grown(total))).followed_by(self)
 
     def _copied(self, capacity: np.ndarray) -> Coming[Storage]:
         """Begin to copy all slots of a far storage to its device, into new buffers for capacity [B, Hkv] slots."""

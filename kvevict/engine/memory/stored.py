@@ -29,7 +29,7 @@ class Stored(Held):
     regions: tuple = ()  # the `Region` or `Lent` of each batch row; empty if no pool or file has lent the buffers
     centred: np.ndarray = None  # type: ignore[assignment]  # bool [B] rows whose `centre` is set (packed keys only)
     like: Tensor = None  # type: ignore[assignment]  # [0, D] empty, with the width and dtype of new keys and values
-    prefix: Stored | None = None  # the slots before the others; a prefix in the host's memory may have its own prefix
+    prefix: Stored | None = None  # the slots before the others; ops read only a prefix that has none itself
     on_host: bool = False  # the buffers are in the host's memory (pinned with CUDA), the layer is on another device
 
     is_centred = property(lambda self: self.centre is None or bool(self.centred.all()))
@@ -37,6 +37,7 @@ class Stored(Held):
     device = property(lambda self: self.k.device)
     dim = property(lambda self: self.like.shape[1])
     kinds = property(lambda self: (self.k_kind, self.v_kind))
+    in_parts = property(lambda self: self.prefix is not None and (self.counts.any() or self.prefix.prefix is not None))
     far = property(lambda self: self.prefix is not None and self.prefix.on_host and not self.on_host)
 
     @property

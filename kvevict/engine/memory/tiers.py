@@ -15,7 +15,7 @@ from torch import Tensor
 from ...policy.run import Run
 from . import host
 from .awaited import Answering, Awaited, Rows
-from .every import Every, appended, begun, empty, followed, forked, here, here_in, in_place, last
+from .every import Every, appended, before, begun, empty, followed, forked, here, here_in, in_place, last
 from .layer import EvictionLayer
 from .rows import Apart, joined, together
 from .sequence import Sequence
@@ -106,10 +106,12 @@ class Tiers:
         return any((every.total_counts > self.layers[index].counts).any() for index, every in self.every.items())
 
     def turn(self) -> None:
-        """Let every layer attend to the slots of all tokens, until its next cut. A layer whose slots have a prefix
-        copies them into one buffer only when it attends, so that only one layer at a time has a copy."""
+        """Let every layer attend to the slots of all tokens, until its next cut. No slot is copied here; a layer whose
+        slots lie in several parts copies them into one buffer when it attends, so that one layer at a time has a
+        copy."""
         for index, every in self.every.items():
-            self._restore(index, every)
+            layer = self.layers[index]
+            layer.storage, layer.head_offsets = before(layer, every), None
 
     def share(self) -> None:
         """Let every layer, which keeps all slots, share those of all tokens, so that they are not stored twice."""

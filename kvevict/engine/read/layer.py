@@ -165,7 +165,7 @@ def attend(call: LayerCall) -> None:
         call.probs = probs if plan.wants_probs else None
         return
     _fetch(call)
-    if layer.storage.prefix is not None and layer.storage.counts.any() and not layer.storage.far:
+    if layer.storage.in_parts and not layer.storage.far:
         layer.storage = layer.storage.whole()  # the cut and the ops read one buffer
     call.held = layer.slots(module)
     with step.meter.clock("attend"):
