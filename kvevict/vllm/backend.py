@@ -27,7 +27,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec
 
 from .options import VllmOptions, options_of
-from .state import States, StateShape, last_of
+from .shape import StateShape
+from .state import States, last_of
 
 
 @dataclass(frozen=True, kw_only=True)

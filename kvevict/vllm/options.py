@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..engine.measure.quantities import of_policy
+from ..policy import kv
 from ..policy.building import build
 from ..policy.checks import SLOTS, count
 from ..policy.layers import LayerBudget
@@ -29,11 +30,13 @@ class VllmOptions:
     policy   the policy that chooses the slots that stay; its `budget` is the mean number of slots per kv head
     period   number of tokens, of a prompt or its answer, between two evictions
     group    number of query heads per kv head
+    kv       how slots are stored, a name in `policy.kv.KINDS`
     """
 
     policy: Policy
     period: int
     group: int
+    kv: str = "model"
 
     @property
     def window(self) -> int:
@@ -90,12 +93,14 @@ def _made(text: str, group: int, context: int, tokenizer: str, revision: str | N
     given = json.loads(text)
     if not isinstance(given, dict):
         raise ValueError(f'kvevict in vLLM: give {{"kvevict": {{"budget": {SLOTS}}}}}, got {text}')
-    given = {"policy": DEFAULT, "period": 512} | given
-    period = count("kvevict's period", given.pop("period"), 1)
+    given = {"policy": DEFAULT, "period": 512, "kv": "model"} | given
+    period, kind = count("kvevict's period", given.pop("period"), 1), given.pop("kv")
+    if kind not in kv.KINDS:
+        raise ValueError(f"kvevict in vLLM: kv={kind!r} is unknown: give one of {', '.join(kv.KINDS)}")
     policy = policy_of(given, period, min(SLOTS, context))
     if depends(policy) and (its := _tokenizer(tokenizer, revision, trusted)) is not None:
         policy = told(policy, its)
-    return VllmOptions(policy, period, group)
+    return VllmOptions(policy, period, group, kind)
 
 
 def policy_of(given: dict, period: int, slots: int = SLOTS) -> Policy:
@@ -107,8 +112,8 @@ def policy_of(given: dict, period: int, slots: int = SLOTS) -> Policy:
     name, own = parse_policy(text)
     for option in {*own, *given} & {*OPTIONS, "chunk_size", "schedule", "decode", "interval"} - {"recall"}:
         raise ValueError(
-            f"kvevict in vLLM: {option} is not an option here: slots are stored in the model's dtype, and evicted "
-            "every `period` tokens of a prompt and its answer; leave it out"
+            f"kvevict in vLLM: {option} is not an option here: slots are evicted every `period` tokens of a "
+            "prompt and its answer, and stored as `kv` says; leave it out"
         )
     policy = build(name, **(dict(budget=slots) | own | given), chunk_size=period)
     if not isinstance(policy.budget, int) or policy.threshold is not None:

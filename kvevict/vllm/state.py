@@ -1,13 +1,11 @@
 """The states of requests in one layer, as they lie in vLLM's cache, and the eviction from a state at a period's end.
 
-A state is all that a layer stores for one request, in one block of vLLM's cache. It has two planes of equal size. The
-first plane has the rows of keys and the last queries of some query heads. The second has the rows of values, the
-position of every row, the number of slots that each head kept at the last eviction, and the last queries of the other
-heads. Heads may keep unequal numbers of slots. Head h begins after the slots that head h - 1 kept and the room for one
-period, so the slots of all heads fit in the planes however they are split over the heads.
+A state is all that a layer stores for one request, in one block of vLLM's cache (shape.py). Heads may keep unequal
+numbers of slots. Head h begins after the slots that head h - 1 kept and the room for one period, so the slots of all
+heads fit in the planes however they are split over the heads.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,69 +16,54 @@ from ..engine.cut import cut, protected
 from ..engine.memory.ranks import ALONE
 from ..engine.memory.stored import Stored
 from ..ops import _ops
+from ..policy import kv
 from ..policy.seen.rows import CallRows, LayerRows, Observation, Observers
 from ..policy.seen.slots import KV, Heads, Slots
 from .options import VllmOptions
-
-
-@dataclass(frozen=True)
-class StateShape:
-    """The sizes of a request's state in one layer. A row has `dim` numbers of `dtype`."""
-
-    kv_heads: int
-    dim: int
-    dtype: torch.dtype
-    options: VllmOptions
-
-    heads = property(lambda self: self.kv_heads * self.options.group)
-    rows = property(lambda self: self.kv_heads * (self.options.slots + self.options.period))
-    row_bytes = property(lambda self: self.dim * self.dtype.itemsize)
-
-    @property
-    def numbers(self) -> int:
-        """The number of rows of the second plane that the int32 positions and slot counts fill."""
-        return -(-4 * (self.rows + self.kv_heads) // self.row_bytes)
-
-    @property
-    def near_keys(self) -> int:
-        """The number of query heads whose last queries lie in the first plane, chosen so that both planes are about
-        equally full."""
-        window = max(self.options.window, 1)
-        return min(self.heads, -(-(self.options.window * self.heads + self.numbers) // (2 * window)))
-
-    @property
-    def plane(self) -> int:
-        """The number of rows of a plane."""
-        queries = [self.options.window * heads for heads in (self.near_keys, self.heads - self.near_keys)]
-        return self.rows + max(queries[0], self.numbers + queries[1])
-
-    @property
-    def plane_bytes(self) -> int:
-        return self.plane * self.row_bytes
+from .shape import StateShape
 
 
 class States:
-    """Views of the states of all blocks in one layer: block b has the rows of `k` and of `v` from b * `shape.plane`
-    on."""
+    """Views of the states of all blocks in one layer."""
 
     def __init__(self, cache: Tensor, shape: StateShape, layer: int, attention: dict) -> None:
-        """Make the views of `cache` [blocks, 2, 1, plane * dim], in which each of the two planes [blocks, plane * dim]
+        """Make the views of `cache` [blocks, 2, 1, numbers of a plane], in which each of the two planes of all blocks
         must be dense. attention: the options `scale`, `softcap` and `sinks` of the layer's attention."""
         self.shape, self.layer, self.attention, self.options = shape, layer, attention, shape.options
-        rows, dim, near, window = shape.rows, shape.dim, shape.near_keys, shape.options.window
-        planes = [cache[:, i, 0].unflatten(1, (-1, dim)) for i in range(2)]  # [blocks, plane, dim]
-        self.k, self.v = (plane.flatten(0, 1) for plane in planes)
-        assert self.k.data_ptr() == planes[0].data_ptr() and self.v.data_ptr() == planes[1].data_ptr(), cache.stride()
-        numbers = planes[1].flatten(1)[:, rows * dim :].view(torch.int32)
-        self.positions = numbers[:, :rows]  # [blocks, rows] the position of each row of keys and values
-        self.kept = numbers[:, rows : rows + shape.kv_heads]  # [blocks, Hkv] slots that each head kept at the last cut
-        places = (planes[0], rows, near), (planes[1], rows + shape.numbers, shape.heads - near)
+        heads, dim, near, window = shape.heads, shape.dim, shape.near_keys, shape.options.window
+        planes = [cache[:, i, 0].view(torch.uint8) for i in range(2)]  # [blocks, bytes of a plane]
+        assert all(plane.is_contiguous() for plane in planes), cache.stride()
+        self.k, self.v = (  # [all rows of all blocks, row]
+            plane.flatten().view(shape.dtype if kind == kv.MODEL else torch.uint8).unflatten(0, (-1, row))
+            for plane, kind, row in zip(planes, shape.kinds, self._widths(), strict=True)
+        )
+        ends = [shape.rows * row for row in shape.row_bytes]
+        numbers = planes[1][:, ends[1] : ends[1] + shape.numbers]
+        counts = numbers.view(torch.int32)
+        self.positions = counts[:, : shape.rows]  # [blocks, rows] the position of each row of keys and values
+        self.kept = counts[:, shape.rows :][:, : shape.kv_heads]  # [blocks, Hkv] slots that heads kept at the last cut
+        centres = numbers.view(torch.float32)[:, shape.rows + shape.kv_heads :]
+        self.centres = centres.unflatten(1, (shape.kv_heads, dim)) if shape.packs else None  # [blocks, Hkv, D]
+        places = (planes[0], ends[0], near), (planes[1], ends[1] + shape.numbers, heads - near)
         self.queries = [  # in each plane [blocks, window, heads, dim]: the queries of a period's last rows
-            plane[:, first : first + window * heads].unflatten(1, (window, heads)) for plane, first, heads in places
+            plane[:, first : first + count * shape.query_bytes].view(shape.dtype).unflatten(1, (window, count, dim))
+            for plane, first, count in places
         ]
+        self.like = torch.empty(0, dim, dtype=shape.dtype, device=cache.device)
         self.device = cache.device
         self.none = torch.zeros(1, dtype=torch.int32, device=self.device)  # argument `first` of ops: no padding
         self.no_positions = torch.zeros(len(self.k), dtype=torch.int32, device=self.device)
+
+    def _widths(self) -> list[int]:
+        return [
+            self.shape.dim if kind == kv.MODEL else row
+            for kind, row in zip(self.shape.kinds, self.shape.row_bytes, strict=True)
+        ]
+
+    def first_rows(self, block: int) -> tuple[int, int]:
+        """The first row of a block in `k`, and in `v`."""
+        key, value = (block * (self.shape.plane_bytes // row) for row in self.shape.row_bytes)
+        return key, value
 
     def slots(self, blocks: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(first row in the block, int64; number of slots, int32) [n, Hkv] of each head of n requests. blocks [n]: the
@@ -94,10 +77,14 @@ class States:
         """The slots of the request in `block`, which has read `tokens` tokens. Their rows are counted from the block's
         first row."""
         start, length = self.slots(*torch.tensor([[block], [tokens]], device=self.device))
-        at = block * self.shape.plane
-        k, v = (x[at : at + self.shape.rows] for x in (self.k, self.v))
+        at = self.first_rows(block)
+        k, v = (x[first : first + self.shape.rows] for x, first in zip((self.k, self.v), at, strict=True))
+        centre = None if self.centres is None else self.centres[block : block + 1]
         counts, starts = length.cpu().numpy(), start.cpu().numpy()
-        return Stored(k, v, self.positions[block], start, length, counts=counts, starts=starts, like=k[:0])
+        return Stored(
+            k, v, self.positions[block], start, length, centre, *self.shape.kinds, counts=counts, starts=starts,
+            like=self.like,
+        )  # fmt: skip
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int) -> Tensor:
         """Attend with the next T tokens of the request in `block`, which has read `tokens` tokens before, and store
@@ -113,11 +100,15 @@ class States:
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int) -> Tensor:
+        if self.centres is not None and not tokens:
+            self.centres[block] = k[0]
         stored, rows = self.stored(block, tokens), len(q)
         queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out, _ = _ops.attend(queries, stored, keys, values, self.none, **self.attention)
         position = torch.arange(tokens, tokens + rows, dtype=torch.int32, device=self.device)[None]
         _ops.compact(stored, keys, values, position, self.none, None, stored.len + rows, stored)
+        if self.shape.packs:  # every row sees the numbers that are stored, so that a step's end changes nothing
+            keys, values = self._numbers(stored, stored.len, rows)
+        out, _ = _ops.attend(queries, stored, keys, values, self.none, **self.attention)
         place = self.options.place(tokens)
         new = min(rows, rows + place)  # number of these rows that are among the period's observing rows
         if new > 0:
@@ -130,10 +121,14 @@ class States:
         """Attend with one new row of each of n requests and store its key and value: q [n, H, D], k and v [n, Hkv, D]
         -> outputs [n, H, D]; at a period's end slots are evicted. last: result of `last_of` for these requests."""
         start, length = self.slots(blocks, tokens)
-        held = _ops.Held(self.k, self.v, self.no_positions, start + (blocks * self.shape.plane)[:, None], length)
         position = tokens[:, None].to(torch.int32)
         queries, keys, values = (x.unsqueeze(2) for x in (q, k, v))
-        out, _, _ = _ops.decode(queries, keys, values, position, held, **self.attention)
+        key, value = self.shape.row_bytes
+        together = [slice(None)] if key == value else [slice(i, i + 1) for i in range(len(q))]
+        out = torch.cat([
+            _ops.decode(queries[i], keys[i], values[i], position[i], held, **self.attention)[0]
+            for i, held in zip(together, self._held(blocks, start, length), strict=True)
+        ])  # fmt: skip
         self.positions[blocks[:, None], start + length] = position.expand_as(length)
         for row, block, before in last:
             if (place := self.options.place(before)) >= 0:
@@ -141,6 +136,34 @@ class States:
             if self.options.ends(before + 1):
                 self.cut(block, before + 1)
         return out[:, 0]
+
+    def _held(self, blocks: Tensor, start: Tensor, length: Tensor) -> Iterator[_ops.Held]:
+        """Yield the slots of n requests: together if the rows of keys and of values have equally many bytes, so that a
+        block begins at the same row of both, else one request after the other."""
+        key, value = self.shape.row_bytes
+        centre, kinds = None if self.centres is None else self.centres[blocks], self.shape.kinds
+        if key == value:
+            offset = start + (blocks * (self.shape.plane_bytes // key))[:, None]
+            yield _ops.Held(self.k, self.v, self.no_positions, offset, length, centre, *kinds)
+            return
+        for i, block in enumerate(blocks.tolist()):
+            at = self.first_rows(block)
+            k, v = (x[first : first + self.shape.rows] for x, first in zip((self.k, self.v), at, strict=True))
+            of = None if centre is None else centre[i : i + 1]
+            yield _ops.Held(k, v, self.positions[block], start[i : i + 1], length[i : i + 1], of, *kinds)
+
+    def _numbers(self, stored: Stored, begin: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Read the keys and values [1, Hkv, count, D] of slots begin .. begin + count - 1 of each head. begin: [1,
+        Hkv]."""
+        at = stored.offset[..., None] + begin[..., None] + torch.arange(count, device=self.device)
+        if not self.shape.packs:
+            return stored.k[at], stored.v[at]
+        k, v = (
+            kv.numbers(rows[at].flatten(0, 2), kind, self.shape.dim).view(*at.shape, -1)
+            for rows, kind in zip((stored.k, stored.v), self.shape.kinds, strict=True)
+        )
+        assert stored.centre is not None
+        return (k + stored.centre[:, :, None]).to(self.like.dtype), v.to(self.like.dtype)
 
     def _watch(self, q: Tensor, block: int, places: int | slice) -> None:
         """Keep queries [.., H, D] of observing rows in the state of a request. places: their indices among the period's
@@ -173,7 +196,7 @@ class States:
         """(indices [1, Hkv, K] of the slots that stay, -1 after a head's last one; their number [1, Hkv]). keep [1]:
         the number of slots that stay over all heads."""
         policy, none = self.options.policy, self.none
-        empty = self.k[:0].expand(1, self.shape.kv_heads, 0, -1)
+        empty = self.like.expand(1, self.shape.kv_heads, 0, -1)
         call = CallRows(positions=none[None] + tokens - 1, first=none, padding=np.zeros(1, int))
         rows = LayerRows(call, np.array([self.options.slots]), None, None, None, None)
         observers: Any = policy.rows  # a `Rows`, not the name of one, since the policy is built
@@ -189,9 +212,7 @@ class States:
         window, none = self.options.window, self.none
         q = torch.cat([part[block] for part in self.queries], 1).transpose(0, 1)[None]
         before = stored.len - window
-        own = stored.offset[..., None] + before[..., None] + torch.arange(window, device=self.device)
-        held = _ops.Held(stored.k, stored.v, offset=stored.offset, len=before)
-        out, lse = _ops.attend(q, held, stored.k[own], stored.v[own], none, **self.attention)
+        out, lse = _ops.attend(q, stored.held(before), *self._numbers(stored, before, window), none, **self.attention)
         return Observation((Observers(q, none, none, True, lse, out),))
 
 
