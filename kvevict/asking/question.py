@@ -209,7 +209,7 @@ class LastTurn(Finder):
             return rows, unfound(rows, tokens.tolist(), "the prompt is given as embeddings, without its tokens' ids")
         last, tokens = rows.lengths(tokens).tolist(), tokens.tolist()
         prompts = [ids_of_row(arguments, b, n) for b, n in enumerate(tokens)]
-        found = [self._found(*each) for each in zip(prompts, arguments.seen, strict=True)]
+        found = [self.found(*each) for each in zip(prompts, arguments.seen, strict=True)]
         kept = self.requests(arguments, prompts, [spans[-1] if spans else None for spans, _ in found], tokens)
         others = unfound(rows, tokens, "no question that fits a chunk was found in a prompt", self.tokenizer, prompts)
         found = [(fitting(spans, policy.chunk_size or prompt), opens) for spans, opens in found]
@@ -223,7 +223,7 @@ class LastTurn(Finder):
         for ids, (spans, opens), request, n, own, seen in each:
             near = bool(spans) and is_near(arguments, spans[0][0], n, seen)
             inside = bool(spans) and spans[0][0] >= n - own
-            if not spans or (inside and (not near or self._begins(ids, spans[-1]))):
+            if not spans or (inside and (not near or self.begins(ids, spans[-1]))):
                 questions.append(Question(((n - own, n),), request, None, place, True))  # the policy's own rows observe
             else:
                 questions.append(Question(spans, request, opens, near))
@@ -237,7 +237,7 @@ class LastTurn(Finder):
         how = "template" if self._turns.opened else "named" if self.request else "prompt"
         return Found(text, sum(stop - start for start, stop in spans), how)
 
-    def _begins(self, ids: list, span: tuple) -> bool:
+    def begins(self, ids: list, span: tuple) -> bool:
         """Return whether the prompt already has the answer's first words, after the question."""
         rest, tail = squeezed(self.tokenizer.decode(ids[span[1] :])), squeezed(self._turns.tail)
         return len(ids) - span[1] > FEW and not (tail and rest.endswith(tail))
@@ -249,7 +249,7 @@ class LastTurn(Finder):
             return self.request, ""
         return (self.request or turn if not turn or squeezed(self.request) in squeezed(turn) else turn), rest
 
-    def _found(self, ids: list, seen: int = 0) -> tuple:
+    def found(self, ids: list, seen: int = 0) -> tuple:
         """Find the question in a prompt that is read after `seen` tokens. Returns a pair: the spans whose queries are
         to score the slots, in order; and (start, stop, whether nothing repeats it) of a question before the text, or
         None."""

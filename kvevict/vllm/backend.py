@@ -26,9 +26,11 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec
 
-from .options import VllmOptions, options_of
+from .copies import OF_CONFIG
+from .options import VllmOptions, copies_questions, options_of
+from .questions import NONE, Copies
 from .shape import StateShape
-from .state import States, last_of
+from .state import Ending, States, last_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +103,10 @@ class Metadata(AttentionMetadata):
 
     blocks: Tensor  # int64 [n] blocks of the first n requests
     tokens: Tensor  # int64 [n] number of tokens that each of these requests has read before this step
-    last: list[tuple[int, int, int]]  # result of `last_of` for these requests
-    spans: list[tuple[slice, int, int]]  # of each other request: rows in the step, block, tokens read before this step
+    positions: Tensor  # int32 [n, 1] the same without copies of a question
+    last: list[Ending]  # result of `last_of` for these requests
+    # of each other request: rows in the step, block, tokens read before this step, copies of its question
+    spans: list[tuple[slice, int, int, Copies]]
 
 
 class Builder(AttentionMetadataBuilder):
@@ -116,11 +120,12 @@ class Builder(AttentionMetadataBuilder):
         options = options_of(vllm_config)
         assert options is not None, "a model without kvevict has another backend"
         self.options = options
+        self.copies = OF_CONFIG[vllm_config.instance_id] if copies_questions(vllm_config) else {}
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Metadata:
-        common, tokens, spans = common_attn_metadata, [], []
+        common, tokens, spans, of = common_attn_metadata, [], [], self.copies
         starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
         ends = (common.seq_lens.cpu() if lengths is None else lengths).tolist()
         blocks = common.block_table_tensor[: common.num_reqs, 0].long()
@@ -130,9 +135,12 @@ class Builder(AttentionMetadataBuilder):
             if before == ends[r] - 1 and before > 0 and not spans:
                 tokens.append(before)
             elif before < ends[r]:
-                spans.append((slice(starts[r], starts[r + 1]), block, before))
-        last = last_of(self.options, listed, tokens)
-        return Metadata(blocks[: len(tokens)], torch.tensor(tokens, dtype=torch.int64, device=self.device), last, spans)
+                spans.append((slice(starts[r], starts[r + 1]), block, before, of.get(r, NONE)))
+        last = last_of(self.options, listed, tokens, of)
+        read = torch.tensor(tokens, dtype=torch.int64, device=self.device)
+        copied = [of.get(r, NONE).before(each, self.options.period) for r, each in enumerate(tokens)]
+        positions = (read - torch.tensor(copied, dtype=torch.int64, device=self.device))[:, None].to(torch.int32)
+        return Metadata(blocks[: len(tokens)], read, positions, last, spans)
 
 
 class Impl(AttentionImpl):
@@ -174,9 +182,11 @@ class Impl(AttentionImpl):
             return output.zero_()
         states, step, n = self._states(layer, kv_cache), attn_metadata, len(attn_metadata.tokens)
         if n:
-            output[:n] = states.decode(query[:n], key[:n], value[:n], step.blocks, step.tokens, step.last)
-        for rows, block, tokens in step.spans:
-            output[rows] = states.read(query[rows], key[rows], value[rows], block, tokens)
+            output[:n] = states.decode(
+                query[:n], key[:n], value[:n], step.blocks, step.tokens, step.positions, step.last
+            )
+        for rows, *request in step.spans:
+            output[rows] = states.read(query[rows], key[rows], value[rows], *request)
         return output
 
     def _states(self, layer: AttentionLayer, cache: Tensor) -> States:

@@ -14,7 +14,7 @@ from ..policy.checks import SLOTS, count
 from ..policy.layers import LayerBudget
 from ..policy.policy import Policy
 from ..policy.rows.probe import Probe
-from ..policy.rows.window import Last, NoRows, Window
+from ..policy.rows.window import All, Last, NoRows, Window
 from ..policy.run import OPTIONS
 from ..policy.text import DEFAULT, parse_policy
 from ..policy.tokenizer import depends, told
@@ -41,7 +41,12 @@ class VllmOptions:
     @property
     def window(self) -> int:
         """The number of a period's last tokens whose queries observe, that is, score the slots."""
-        return self.policy.rows.most or 0
+        return 0 if self.sums else self.policy.rows.most or 0
+
+    @property
+    def sums(self) -> bool:
+        """Whether a slot is scored by the sum of the attention weights of all rows so far, which the state keeps."""
+        return sums_attention(self.policy)
 
     @property
     def slots(self) -> int:
@@ -58,6 +63,11 @@ class VllmOptions:
         return tokens % self.period == 0
 
 
+def sums_attention(policy: Policy) -> bool:
+    """Whether slots are scored by the sum of all rows' attention weights (H2O, VATP)."""
+    return policy.carry == "sum" and type(policy.rows) is All and policy.score.adds_attention
+
+
 # Policies that need more than a layer's slots and a period's last rows: (function of a policy, True if it is refused;
 # the reason; an option that avoids it, or "").
 REFUSED = (
@@ -67,14 +77,17 @@ REFUSED = (
     (lambda p: p.n_reuse > 1, "vLLM's layers each store their own slots", "n_reuse=1"),
     (lambda p: p.warmup_layers not in (None, 1), "vLLM's layers do not wait for each other", "warmup_layers=none"),
     (lambda p: type(p.layers) is not LayerBudget, "every layer's part of a state has the same size", "layers=uniform"),
-    (lambda p: type(p.rows) not in (NoRows, Last, Window, Probe) or not isinstance(p.rows.most, int),
+    (lambda p: not sums_attention(p) and type(p.rows) not in (NoRows, Last, Window, Probe),
      "its observing rows are not a text's last ones", "rows=window"),
     (lambda p: getattr(p.rows, "span", None), "a span is counted in a prompt, and periods are not", "probe=32"),
-    (lambda p: p.carry != "none", "a state keeps no numbers of slots", "carry=none"),
+    (lambda p: p.carry != "none" and not sums_attention(p), "a state keeps no numbers of slots but sums of attention",
+     "carry=none"),
     (lambda p: any(each.needs or each.remembers for each in of_policy(p)),
      "it measures more than a layer's slots and rows", ""),
 )  # fmt: skip
-INSTEAD = "snapkv, edie, paasvn, chunkkv, take+edie, streaming, tova, knorm, keydiff or random"
+SCHEDULER = "kvevict.vllm.scheduler.create"  # value of --scheduler-cls that copies questions into prompts
+PROCESSOR = "kvevict.vllm.copies:RequestCopies"  # value of --logits-processors that tells the backend of the copies
+INSTEAD = "snapkv, edie, paasvn, chunkkv, take+edie, streaming, h2o, tova, knorm, keydiff or random"
 
 
 def options_of(config: "VllmConfig") -> VllmOptions | None:
@@ -84,8 +97,18 @@ def options_of(config: "VllmConfig") -> VllmOptions | None:
         return None
     model = config.model_config
     heads = [get(config.parallel_config) for get in (model.get_num_attention_heads, model.get_num_kv_heads)]
-    tokenizer = model.tokenizer, model.tokenizer_revision, model.trust_remote_code
-    return _made(json.dumps(more["kvevict"]), heads[0] // heads[1], model.max_model_len, *tokenizer)
+    return _made(json.dumps(more["kvevict"]), heads[0] // heads[1], model.max_model_len, *tokenizer_name(config))
+
+
+def copies_questions(config: "VllmConfig") -> bool:
+    """Whether requests' prompts have copies of their questions."""
+    return config.scheduler_config.scheduler_cls == SCHEDULER
+
+
+def tokenizer_name(config: "VllmConfig") -> tuple[str, str | None, bool]:
+    """The name of a model's tokenizer, its revision, and whether its code is trusted."""
+    model = config.model_config
+    return model.tokenizer, model.tokenizer_revision, model.trust_remote_code
 
 
 @functools.cache
@@ -98,7 +121,7 @@ def _made(text: str, group: int, context: int, tokenizer: str, revision: str | N
     if kind not in kv.KINDS:
         raise ValueError(f"kvevict in vLLM: kv={kind!r} is unknown: give one of {', '.join(kv.KINDS)}")
     policy = policy_of(given, period, min(SLOTS, context))
-    if depends(policy) and (its := _tokenizer(tokenizer, revision, trusted)) is not None:
+    if depends(policy) and (its := tokenizer_of(tokenizer, revision, trusted)) is not None:
         policy = told(policy, its)
     return VllmOptions(policy, period, group, kind)
 
@@ -132,7 +155,7 @@ def policy_of(given: dict, period: int, slots: int = SLOTS) -> Policy:
                 instead = repr(fixed)
         reasons = "; ".join(reason for reason, _ in lacking)
         raise ValueError(f"kvevict in vLLM: policy {text!r} cannot work here, because {reasons}: give {instead}")
-    if (policy.rows.most or 0) > period:
+    if not sums_attention(policy) and (policy.rows.most or 0) > period:
         raise ValueError(f"kvevict in vLLM: period={period} is less than the {policy.rows.most} rows that observe")
     return policy
 
@@ -141,7 +164,7 @@ def _lacking(policy: Policy) -> list[tuple[str, str]]:
     return [(reason, change) for refused, reason, change in REFUSED if refused(policy)]
 
 
-def _tokenizer(name: str, revision: str | None, trusted: bool) -> object:
+def tokenizer_of(name: str, revision: str | None, trusted: bool) -> object:
     """The model's tokenizer; None if Transformers cannot load it, for example for a model in one of vLLM's own
     formats."""
     from transformers import AutoTokenizer
@@ -161,6 +184,10 @@ def check(config: "VllmConfig", latents: bool = False) -> None:
         (model.is_encoder_decoder or model.runner_type != "generate", "only decoders that generate are served"),
         (config.speculative_config is not None,
          "tokens that are taken back may have passed a cut: leave --speculative-config out"),
+        (copies_questions(config) and config.use_v2_model_runner,
+         "requests' questions need vLLM's first model runner: set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (copies_questions(config) and PROCESSOR not in (model.logits_processors or ()),
+         f"--scheduler-cls {SCHEDULER} needs --logits-processors {PROCESSOR}"),
         (config.kv_transfer_config is not None, "a state has no pages to send: leave --kv-transfer-config out"),
         (parallel.world_size > 1 or parallel.decode_context_parallel_size > 1,
          "the layers and heads of a model were only tried in one process: leave parallel sizes at 1"),

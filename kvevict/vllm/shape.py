@@ -2,7 +2,8 @@
 
 A state has two planes of equal size. The first has the rows of keys and the last queries of some query heads. The
 second has the rows of values, then the position of every row, the number of slots that each head kept at the last
-eviction, the key centre of each head if keys are packed, and the last queries of the other heads.
+eviction, the key centre of each head if keys are packed, the sum of each slot's attention weights if the policy scores
+by it, and the last queries of the other heads.
 """
 
 import math
@@ -36,8 +37,9 @@ class StateShape:
 
     @property
     def numbers(self) -> int:
-        """The bytes of the positions, slot counts and key centres, which are int32 and float32."""
-        return 4 * (self.rows + self.kv_heads + self.packs * self.kv_heads * self.dim)
+        """The bytes of the positions, slot counts, key centres and attention sums, which are int32 and float32."""
+        sums = self.options.sums * self.rows
+        return 4 * (self.rows + self.kv_heads + self.packs * self.kv_heads * self.dim + sums)
 
     @property
     def query_bytes(self) -> int:

@@ -6,21 +6,35 @@ heads fit in the planes however they are split over the heads.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.cut import cut, protected
+from ..engine.cut import Choice, chosen, cut, protected, ranked
+from ..engine.measure.quantities import measured
 from ..engine.memory.ranks import ALONE
 from ..engine.memory.stored import Stored
 from ..ops import _ops
 from ..policy import kv
+from ..policy.rows.window import NoRows
 from ..policy.seen.rows import CallRows, LayerRows, Observation, Observers
 from ..policy.seen.slots import KV, Heads, Slots
 from .options import VllmOptions
+from .questions import NONE, Copies
 from .shape import StateShape
+
+
+class Ending(NamedTuple):
+    """A row of a step that observes in its period or ends it: its index in the step, and of its request the block, the
+    number of tokens read before, and the copies."""
+
+    row: int
+    block: int
+    tokens: int
+    copies: Copies = NONE
 
 
 class States:
@@ -42,8 +56,10 @@ class States:
         counts = numbers.view(torch.int32)
         self.positions = counts[:, : shape.rows]  # [blocks, rows] the position of each row of keys and values
         self.kept = counts[:, shape.rows :][:, : shape.kv_heads]  # [blocks, Hkv] slots that heads kept at the last cut
-        centres = numbers.view(torch.float32)[:, shape.rows + shape.kv_heads :]
+        more = numbers.view(torch.float32)[:, shape.rows + shape.kv_heads :]
+        centres = more[:, : shape.packs * shape.kv_heads * dim]
         self.centres = centres.unflatten(1, (shape.kv_heads, dim)) if shape.packs else None  # [blocks, Hkv, D]
+        self.sums = more[:, -shape.rows :] if self.options.sums else None  # [blocks, rows] attention of all rows so far
         places = (planes[0], ends[0], near), (planes[1], ends[1] + shape.numbers, heads - near)
         self.queries = [  # in each plane [blocks, window, heads, dim]: the queries of a period's last rows
             plane[:, first : first + count * shape.query_bytes].view(shape.dtype).unflatten(1, (window, count, dim))
@@ -86,29 +102,34 @@ class States:
             like=self.like,
         )  # fmt: skip
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int) -> Tensor:
+    def read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int, copies: Copies = NONE) -> Tensor:
         """Attend with the next T tokens of the request in `block`, which has read `tokens` tokens before, and store
         their keys and values: q [T, H, D], k and v [T, Hkv, D] -> outputs [T, H, D]. Tokens up to a period's end are
         read together, and slots are evicted at each period's end."""
         out, period = [], self.options.period
         while len(q):
             rows = min(len(q), period - tokens % period)
-            out.append(self._read(q[:rows], k[:rows], v[:rows], block, tokens))
+            out.append(self._read(q[:rows], k[:rows], v[:rows], block, tokens, tokens - copies.before(tokens, period)))
             q, k, v, tokens = q[rows:], k[rows:], v[rows:], tokens + rows
             if self.options.ends(tokens):
-                self.cut(block, tokens)
+                self.cut(block, tokens, copies)
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def _read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int) -> Tensor:
+    def _read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int, first: int) -> Tensor:
         if self.centres is not None and not tokens:
             self.centres[block] = k[0]
         stored, rows = self.stored(block, tokens), len(q)
         queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
-        position = torch.arange(tokens, tokens + rows, dtype=torch.int32, device=self.device)[None]
+        position = torch.arange(first, first + rows, dtype=torch.int32, device=self.device)[None]
         _ops.compact(stored, keys, values, position, self.none, None, stored.len + rows, stored)
         if self.shape.packs:  # every row sees the numbers that are stored, so that a step's end changes nothing
             keys, values = self._numbers(stored, stored.len, rows)
-        out, _ = _ops.attend(queries, stored, keys, values, self.none, **self.attention)
+        out, lse = _ops.attend(queries, stored, keys, values, self.none, **self.attention)
+        if self.sums is not None:
+            columns, end = stored.longest() + rows, self.none + rows
+            options = dict(causal=True, reduce="sum", columns=columns) | self.attention
+            sums = _ops.score(queries, self.none, stored, keys, self.none, end, lse, **options)
+            self._add(torch.tensor([block], device=self.device), stored.offset, stored.len, rows, sums)
         place = self.options.place(tokens)
         new = min(rows, rows + place)  # number of these rows that are among the period's observing rows
         if new > 0:
@@ -116,25 +137,29 @@ class States:
         return out[0]
 
     def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, tokens: Tensor, last: list[tuple[int, int, int]]
+        self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, tokens: Tensor, position: Tensor, last: list[Ending]
     ) -> Tensor:
         """Attend with one new row of each of n requests and store its key and value: q [n, H, D], k and v [n, Hkv, D]
-        -> outputs [n, H, D]; at a period's end slots are evicted. last: result of `last_of` for these requests."""
+        -> outputs [n, H, D]; at a period's end slots are evicted. tokens [n]: the numbers of tokens read before;
+        position int32 [n, 1]: those without copies; last: result of `last_of` for these requests."""
         start, length = self.slots(blocks, tokens)
-        position = tokens[:, None].to(torch.int32)
         queries, keys, values = (x.unsqueeze(2) for x in (q, k, v))
         key, value = self.shape.row_bytes
         together = [slice(None)] if key == value else [slice(i, i + 1) for i in range(len(q))]
-        out = torch.cat([
-            _ops.decode(queries[i], keys[i], values[i], position[i], held, **self.attention)[0]
+        options: Any = self.attention if self.sums is None else self.attention | dict(columns=int(length.max()) + 1)
+        done = [
+            _ops.decode(queries[i], keys[i], values[i], position[i], held, **options)
             for i, held in zip(together, self._held(blocks, start, length), strict=True)
-        ])  # fmt: skip
+        ]
+        out = torch.cat([each[0] for each in done])
+        if self.sums is not None:
+            self._add(blocks, start, length, 1, torch.cat([each[2] for each in done]))
         self.positions[blocks[:, None], start + length] = position.expand_as(length)
-        for row, block, before in last:
+        for row, block, before, copies in last:
             if (place := self.options.place(before)) >= 0:
                 self._watch(q[row], block, place)
             if self.options.ends(before + 1):
-                self.cut(block, before + 1)
+                self.cut(block, before + 1, copies)
         return out[:, 0]
 
     def _held(self, blocks: Tensor, start: Tensor, length: Tensor) -> Iterator[_ops.Held]:
@@ -165,6 +190,16 @@ class States:
         assert stored.centre is not None
         return (k + stored.centre[:, :, None]).to(self.like.dtype), v.to(self.like.dtype)
 
+    def _add(self, blocks: Tensor, start: Tensor, length: Tensor, new: int, sums: Tensor) -> None:
+        """Add the attention weights [n, Hkv, C] that n requests' new rows give to each slot. start, length [n, Hkv]:
+        the slots before the `new` ones, whose sums begin here."""
+        assert self.sums is not None
+        column = torch.arange(sums.shape[2], device=self.device)
+        there, at = column < (length + new)[..., None], start[..., None] + column
+        block, at = blocks[:, None, None].expand_as(at)[there], at[there]
+        had = (column < length[..., None])[there]
+        self.sums[block, at] = torch.where(had, self.sums[block, at], 0) + sums[there]
+
     def _watch(self, q: Tensor, block: int, places: int | slice) -> None:
         """Keep queries [.., H, D] of observing rows in the state of a request. places: their indices among the period's
         observing rows (`VllmOptions.place`)."""
@@ -172,56 +207,83 @@ class States:
         for part, own in zip(self.queries, (q[..., :near, :], q[..., near:, :]), strict=True):
             part[block, places] = own
 
-    def cut(self, block: int, tokens: int) -> None:
-        """Evict slots of the request in `block`, which has read `tokens` tokens, a multiple of the period."""
+    def cut(self, block: int, tokens: int, copies: Copies) -> None:
+        """Evict slots of the request in `block`, which has read `tokens` tokens, a multiple of the period. The rows of
+        a copy that ends the period observe, and none of them stays."""
         options, heads = self.options, self.shape.kv_heads
+        copied = copies.ending(tokens, options.period)
+        end = tokens - copied - copies.before(tokens - 1, options.period)  # tokens of the request without copies
         # `slots` counts tokens since the last multiple of the period, which is `tokens` itself: so take one token less,
         # and then add it to the counts.
         stored = self.stored(block, tokens - 1)
-        stored.len, stored.counts = stored.len + 1, stored.counts + 1
+        stored.len, stored.counts = stored.len + 1 - copied, stored.counts + 1 - copied
         slots = np.array([options.slots * heads])
         if (stored.counts.sum(1) > slots).any():
-            index, kept = self._chosen(stored, block, tokens, slots)
+            index, kept = self._chosen(stored, block, end, slots, copied)
         else:
             index = torch.arange(int(stored.counts.max()), device=self.device).expand(1, heads, -1)
             index, kept = index.masked_fill(index >= stored.len[..., None], -1), stored.len
         there = index[0] >= 0
         old = (stored.offset[0, :, None] + index[0])[there]
         new = (_starts(kept, options.period)[0, :, None] + torch.arange(index.shape[2], device=self.device))[there]
-        for each in stored.buffers:
+        for each in stored.buffers if self.sums is None else (*stored.buffers, self.sums[block]):
             each[new] = each[old]
         self.kept[block] = kept[0]
 
-    def _chosen(self, stored: Stored, block: int, tokens: int, keep: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _chosen(self, stored: Stored, block: int, tokens: int, keep: np.ndarray, copied: int) -> tuple[Tensor, Tensor]:
         """(indices [1, Hkv, K] of the slots that stay, -1 after a head's last one; their number [1, Hkv]). keep [1]:
-        the number of slots that stay over all heads."""
+        the number of slots that stay over all heads. tokens: those read, without copies."""
         policy, none = self.options.policy, self.none
         empty = self.like.expand(1, self.shape.kv_heads, 0, -1)
         call = CallRows(positions=none[None] + tokens - 1, first=none, padding=np.zeros(1, int))
         rows = LayerRows(call, np.array([self.options.slots]), None, None, None, None)
-        observers: Any = policy.rows  # a `Rows`, not the name of one, since the policy is built
+        # With a copy no last slot is protected. `policy.rows` is not the name of a `Rows`, since the policy is built.
+        observers: Any = NoRows() if copied else policy.rows
         ends = protected(policy, observers, self.layer, rows, stored.counts.max(1))
         kv = KV(stored, empty, empty, none, self.attention)
         slots = Slots(self.layer, Heads(ALONE, self.shape.kv_heads), stored.counts, ends, none[None, :0], stored, kv)
-        observation = self._observation(stored, block) if self.options.window else None
-        choice = cut(policy, slots, observation, keep, order=self.layer)
+        if self.sums is None:
+            observation = self._observation(stored, block, copied) if self.options.window else None
+            choice = cut(policy, slots, observation, keep, order=self.layer)
+        else:
+            choice = self._best_sums(slots, block, keep)
         return choice.index, _ops.upload(choice.keep, self.device, torch.int32)
 
-    def _observation(self, stored: Stored, block: int) -> Observation:
-        """The observation by the period's last rows, with their attention outputs over the slots that each row sees."""
-        window, none = self.options.window, self.none
-        q = torch.cat([part[block] for part in self.queries], 1).transpose(0, 1)[None]
-        before = stored.len - window
-        out, lse = _ops.attend(q, stored.held(before), *self._numbers(stored, before, window), none, **self.attention)
+    def _best_sums(self, slots: Slots, block: int, keep: np.ndarray) -> Choice:
+        """Choose slots by the sums of their attention weights: the stages of `cut` after the score."""
+        assert self.sums is not None
+        policy, column = self.options.policy, torch.arange(slots.columns, device=self.device)
+        at = (slots.stored.offset[..., None] + column).clamp_max(self.shape.rows - 1)
+        score = torch.where(column < slots.n[..., None], self.sums[block][at], 0)
+        measure = partial(measured, slots=slots, observation=None, given={}, known={})
+        for factor in measure(policy.score.factors):
+            score = score * factor
+        ranks = ranked(policy, slots, score, self.layer)
+        return chosen(policy, slots, ranks, keep, measure(policy.refine.picks_by), order=self.layer)
+
+    def _observation(self, stored: Stored, block: int, copied: int) -> Observation:
+        """The observation by the period's last rows, with their attention outputs over the slots that each row sees. A
+        copy's rows come after all slots and see all of them, as a probe's appended rows do."""
+        rows, none = copied or self.options.window, self.none
+        q = torch.cat([part[block, -rows:] for part in self.queries], 1).transpose(0, 1)[None]
+        if copied:
+            return Observation((Observers(q, none, none, False),))
+        before = stored.len - rows
+        out, lse = _ops.attend(q, stored.held(before), *self._numbers(stored, before, rows), none, **self.attention)
         return Observation((Observers(q, none, none, True, lse, out),))
 
 
-def last_of(options: VllmOptions, blocks: list[int], tokens: list[int]) -> list[tuple[int, int, int]]:
-    """(index in the step, block, number of tokens read before) for those decoded tokens that observe in their period,
-    or that end it. blocks, tokens: the blocks of a step's requests, and the tokens that the decoding ones have read."""
+def last_of(
+    options: VllmOptions, blocks: list[int], tokens: list[int], copies: dict[int, Copies] | None = None
+) -> list[Ending]:
+    """Return those of a step's single rows that observe in their period or end it. blocks, tokens: the blocks of the
+    step's requests, and the tokens that those with a single row have read; copies: of requests that have any."""
     # After these requests' blocks, `blocks` has those of the step's other requests
-    rows = zip(range(len(tokens)), blocks, tokens, strict=False)
-    return [row for row in rows if options.place(row[2]) >= 0 or options.ends(row[2] + 1)]
+    return [
+        Ending(r, block, before, (copies or {}).get(r, NONE))
+        for r, (block, before) in enumerate(zip(blocks, tokens, strict=False))
+        if options.place(before) >= 0 or options.ends(before + 1)
+    ]
 
 
 def _starts(kept: Tensor, period: int) -> Tensor:

@@ -65,7 +65,30 @@ def kept(llm, prompts, new):
     return found
 
 
-def preempted(llm, prompts, new, after):
+def asked(llm, prompts, new, question, **more):
+    """Each request's prompt as its output has it, its tokens, and the number of its prompt logprobs."""
+    from vllm import SamplingParams
+
+    given = {} if question is None else dict(extra_args=dict(kvevict_question=question))
+    params = SamplingParams(**dict(temperature=0, max_tokens=new, ignore_eos=True) | given | more)
+    outputs = llm.generate([dict(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
+    return [
+        [list(output.prompt_token_ids), list(output.outputs[0].token_ids), len(output.prompt_logprobs or ())]
+        for output in outputs
+    ]
+
+
+def refused(llm, prompts, **more):
+    """What vLLM says of the first prompt."""
+    from vllm import SamplingParams
+
+    try:
+        llm.generate([dict(prompt_token_ids=prompts[0])], SamplingParams(**more), use_tqdm=False)
+    except ValueError as error:
+        return str(error)
+
+
+def preempted(llm, prompts, new, after, **more):
     """All requests at once; after each of these steps every one loses its state and is computed again."""
     lost = []
 
@@ -74,7 +97,7 @@ def preempted(llm, prompts, new, after):
             assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
             lost.append(len(scheduler.waiting))
 
-    return dict(tokens=[list(each.token_ids) for each in run(llm, prompts, new, lose)], lost=lost)
+    return dict(tokens=[list(each.token_ids) for each in run(llm, prompts, new, lose, **more)], lost=lost)
 
 
 def aborted(llm, prompts, new):

@@ -112,6 +112,41 @@ def test_requests_together_aborted_and_preempted(tmp_path, llama):
     assert [len({*map(tuple, answers)}) for answers in drawn] == [3] * 3
 
 
+QUESTIONS = dict(scheduler_cls="kvevict.vllm.scheduler.create", logits_processors=["kvevict.vllm.copies:RequestCopies"])
+
+
+def test_a_question_observes_every_period_and_is_not_counted(tmp_path, llama):
+    """Whatever the steps, also after all states were lost; the prompt, its logprobs and the answer's length are those
+    of the client."""
+    folder, _ = llama
+    texts = prompts([100, 50, 5, 77])
+    runs = [
+        *(dict(do="asked", prompts=[text], new=20, question="w3 w4") for text in texts),
+        dict(do="asked", prompts=texts, new=20, question="w3 w4"),
+        dict(do="asked", prompts=texts, new=20, question=None),
+        dict(do="asked", prompts=texts, new=20, question="w3 w4", prompt_logprobs=1),
+        dict(do="preempted", prompts=texts, new=20, after=[2, 9], extra_args=dict(kvevict_question="w3 w4")),
+        dict(do="refused", prompts=texts, extra_args=dict(kvevict_question=3)),
+        dict(do="asked", prompts=prompts([200]), new=LONGEST - 200, question="w3 w4"),
+    ]
+    options = dict(budget=BUDGET, period=PERIOD, policy="edie", window=4)
+    small, large = (
+        vllm(tmp_path, [folder], runs, options, max_num_batched_tokens=n, max_num_seqs=4, **QUESTIONS)[0]
+        for n in (7, 100)
+    )
+    *alone, together, without, scored, preempted, refused, longest = small
+    assert large == small
+    assert together == [answer for (answer,) in alone]
+    assert [sent for sent, _, _ in together] == [sent for sent, _, _ in scored] == texts
+    assert [len(tokens) for _, tokens, _ in together] == [20] * 4
+    assert [a == b for a, b in zip(together, without, strict=True)] == [False, False, True, False]
+    assert [tokens for _, tokens, _ in scored] == [tokens for _, tokens, _ in without]  # without copies
+    assert [count for _, _, count in scored] == [100, 50, 5, 77]
+    assert preempted == dict(tokens=[tokens for _, tokens, _ in together], lost=[4, 4])
+    assert "kvevict_question must be a text" in refused
+    assert [len(tokens) <= LONGEST - 200 for _, tokens, _ in longest] == [True]
+
+
 def test_compiled_and_by_transformers_implementation(tmp_path, llama):
     folder, _ = llama
     runs = [dict(do="greedy", prompts=prompts([90, 40]), new=40)]
@@ -125,6 +160,7 @@ def test_compiled_and_by_transformers_implementation(tmp_path, llama):
     ("gemma2", FITS, {}, "the model has layers with a sliding window"),
     ("llama", dict(policy="take", budget=64), {}, "layers do not wait for each other: give 'take:warmup_layers=none'"),
     ("llama", dict(policy="snapkv", budget=32), {}, "always keeps 32 slots of each head"),
+    ("llama", FITS, dict(scheduler_cls=QUESTIONS["scheduler_cls"]), "needs --logits-processors kvevict.vllm.copies"),
     ("llama", FITS, dict(speculative_config=NGRAM), "leave --speculative-config out"),
 ])  # fmt: skip
 def test_refused_at_start_up(tmp_path, family, options, llm, said):

@@ -1,0 +1,91 @@
+"""A host of `kvevict.vllm.state` without vLLM: it reads requests in steps of any length."""
+
+import copy
+import itertools
+import random
+
+import ref
+import torch
+from policy_cases import CHUNK
+from transformers import AttentionInterface
+
+from kvevict.policy.kv import KINDS
+from kvevict.vllm.options import VllmOptions, policy_of
+from kvevict.vllm.questions import NONE
+from kvevict.vllm.shape import StateShape
+from kvevict.vllm.state import States, last_of
+
+
+class Host:
+    """Requests of a model, each in a block of its own, read in steps."""
+
+    def __init__(self, made, policy, budget, dtype=torch.float32, blocks=3, kv="model", stored_as="model", **chosen):
+        """stored_as: the kind to whose numbers every key and value is rounded before the states get it."""
+        self.stored_as, self.centres, self.copies, self.positions = KINDS[stored_as], {}, NONE, None
+        given = dict(policy=policy, budget=budget) | chosen
+        config = made.config
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        options = VllmOptions(policy_of(given, CHUNK), CHUNK, heads // kv_heads, kv)
+        self.shape, self.caches = StateShape(kv_heads, config.head_dim, dtype, options), {}
+        self.made, self.blocks, self.layers = copy.deepcopy(made).to(dtype), blocks, {}
+        AttentionInterface.register("states", lambda module, q, k, v, _, scaling, **kwargs: (
+            self.attend(module.layer_idx, *(x[0].transpose(0, 1) for x in (q, k, v)), scaling), None
+        ))  # fmt: skip
+        self.made.config._attn_implementation_internal = "states"
+
+    def attend(self, layer, q, k, v, scale):
+        if layer not in self.layers:  # rubbish of earlier requests lies in the blocks
+            shape = self.blocks, 2, 1, self.shape.plane_bytes // self.shape.dtype.itemsize
+            cache = torch.randint(0, 250, (2, self.blocks, self.shape.plane_bytes), dtype=torch.uint8)
+            cache = cache.view(self.shape.dtype).transpose(0, 1).view(shape)
+            self.layers[layer] = States(cache, self.shape, layer, dict(scale=scale, softcap=0.0, sinks=None))
+        states, blocks, before = self.layers[layer], self.at, self.before
+        if any(self.stored_as):
+            k, v = self.rounded(layer, k, v)
+        if len(blocks) == len(q) and min(before) > 0:
+            last = last_of(self.shape.options, blocks, before, {0: self.copies})
+            position = torch.tensor([at - self.copies.before(at, CHUNK) for at in before], dtype=torch.int32)
+            return states.decode(q, k, v, torch.tensor(blocks), torch.tensor(before), position[:, None], last)[None]
+        return states.read(q, k, v, blocks[0], before[0], self.copies)[None]
+
+    def rounded(self, layer, k, v):
+        """The numbers that rows of the kind stand for by the float64 reference; a head's centre is its first key."""
+        if self.before[0] == 0:
+            self.centres[layer] = k[0].double()
+        centres = [[centre, 0.0] for centre in self.centres[layer]]
+        return [
+            torch.stack([
+                ref.unpacked(ref.packed(x[:, h], kind, centre[i]), x.shape[2], kind, centre[i]).to(x.dtype)
+                for h, centre in enumerate(centres)
+            ], 1)
+            for i, (x, kind) in enumerate(zip((k, v), self.stored_as, strict=True))
+        ]  # fmt: skip
+
+    @torch.no_grad()
+    def step(self, ids, blocks, before):
+        """Logits of a step: of rows of one request, or of a row of each of several."""
+        self.at, self.before = blocks, before
+        positions = torch.tensor(before) if len(blocks) > 1 else before[0] + torch.arange(len(ids))
+        positions = positions if self.positions is None else self.positions[positions]
+        return self.made(ids[None], position_ids=positions[None], use_cache=False).logits[0]
+
+    def read(self, ids, cuts, block=0):
+        """The logits [T, V] of a text that is read in steps which end at `cuts`."""
+        cuts = [0, *cuts, len(ids)]
+        return torch.cat([self.step(ids[a:b], [block], [a]) for a, b in itertools.pairwise(cuts) if a < b])
+
+    def kept(self, count, block=0):
+        found = []
+        for states in self.layers.values():
+            stored = states.stored(block, count)
+            found.append([stored.pos[rows].tolist() for _, _, rows in stored.segments()])
+        return found
+
+
+def drawn(length):
+    """Ends of steps: of any length, of one token, or of several periods."""
+    ends, at = [], 0
+    while at < length:
+        at += random.choice([1, 1, 2, random.randint(1, CHUNK), 2 * CHUNK + 3])
+        ends.append(at)
+    return ends[:-1]

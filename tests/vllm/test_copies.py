@@ -1,0 +1,57 @@
+"""Copies of a question in a prompt, in states without vLLM: they observe as the Transformers engine's appended rows."""
+
+import itertools
+
+import pytest
+import torch
+from policy_cases import BUDGET, CHUNK, model, ours, tokens
+from states_host import Host, drawn
+
+from kvevict.vllm.questions import NONE, with_copies
+
+
+@pytest.mark.parametrize("name", ["take", "take+edie"])
+def test_copies_of_the_question_observe_as_the_engines_appended_rows(name):
+    """The engine appends the prompt's last rows to each chunk. Here they end the periods as tokens, at the positions
+    that the engine gives them. The chunk is a period without the copy, and the prompt a whole number of chunks."""
+    size, chosen = 5, dict(warmup_layers=None, ema_alpha=0) | (dict(kernel=5) if name == "take+edie" else {})
+    step = CHUNK - size
+    rows = [[4 * step]]
+    engine = ours(model(), name, rows, 0, probe=size, budget=CHUNK, chunk_size=step, **chosen)[0][0]
+    ids = torch.cat(tokens(rows, 0)[0])
+    host = Host(model(), name, CHUNK, probe=size, **chosen)
+    written, host.copies = with_copies(ids.tolist(), ids[-size:].tolist(), CHUNK)
+    assert host.copies == (size, 3) and len(written) == len(ids) + 3 * size
+    real = torch.tensor([at % CHUNK < step or at >= 3 * CHUNK for at in range(len(written))])
+    host.positions = torch.arange(len(written)) - torch.arange(len(written)) // CHUNK * size
+    for _ in range(2):
+        logits = host.read(torch.tensor(written), drawn(len(written)))
+        torch.testing.assert_close(logits[real], engine[0], rtol=0, atol=3e-5 * engine[0].abs().max().item())
+    assert all(head == sorted({*head} & {*range(4 * step)}) for head in itertools.chain(*host.kept(len(written))))
+
+
+def test_a_question_may_be_named_under_a_window():
+    """The copies' slots are dropped under snapkv, too; and what they ask for changes what stays."""
+    ids, kept = torch.cat(tokens([[4 * CHUNK - 1]], 0)[0]), []
+    for question in (ids[3:6], ids[9:12]):
+        host = Host(model(), "snapkv", BUDGET, window=4)
+        written, host.copies = with_copies(ids.tolist(), question.tolist(), CHUNK)
+        host.read(torch.tensor(written), drawn(len(written)))
+        kept.append(host.kept(len(written)))
+        tail = [*range(host.copies.count * (CHUNK - 3), len(ids))]
+        for head in itertools.chain(*kept[-1]):
+            assert head == sorted({*head}) and head[-len(tail) :] == tail and len(head) == BUDGET + len(tail)
+    assert kept[0] != kept[1]
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 28, 29, 41, 100])
+def test_a_prompt_with_copies_is_the_prompt_without_them(n):
+    """Period 16, question of 3: each whole period but the prompt's last ends with the question."""
+    ids, question = list(range(n)), [-3, -2, -1]
+    written, copies = with_copies(ids, question, 16)
+    assert [token for token in written if token >= 0] == ids
+    assert copies.count == written.count(-2) == (0 if n <= 16 else (len(written) - 1) // 16)
+    assert all(written[16 * m - 3 : 16 * m] == question for m in range(1, copies.count + 1))
+    assert all(copies.ending(16 * m, 16) == (3 if m <= copies.count else 0) for m in range(1, 20))
+    assert with_copies(ids, question, 16, 1)[1].count == min(1, copies.count)
+    assert with_copies(ids, [], 16) == with_copies(ids, [0] * 16, 16) == with_copies(ids, [0] * 20, 16) == (ids, NONE)
