@@ -81,10 +81,11 @@ def asked(llm, prompts, new, question, **more):
 def refused(llm, prompts, **more):
     """What vLLM says of the first prompt."""
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     try:
         llm.generate([dict(prompt_token_ids=prompts[0])], SamplingParams(**more), use_tqdm=False)
-    except ValueError as error:
+    except VLLMValidationError as error:
         return str(error)
 
 

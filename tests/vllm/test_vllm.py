@@ -139,7 +139,7 @@ def test_a_question_observes_every_period_and_is_not_counted(tmp_path, llama):
     assert together == [answer for (answer,) in alone]
     assert [sent for sent, _, _ in together] == [sent for sent, _, _ in scored] == texts
     assert [len(tokens) for _, tokens, _ in together] == [20] * 4
-    assert [a == b for a, b in zip(together, without, strict=True)] == [False, False, True, False]
+    assert together != without and together[2] == without[2]  # a prompt of 5 tokens has no copy
     assert [tokens for _, tokens, _ in scored] == [tokens for _, tokens, _ in without]  # without copies
     assert [count for _, _, count in scored] == [100, 50, 5, 77]
     assert preempted == dict(tokens=[tokens for _, tokens, _ in together], lost=[4, 4])
