@@ -1,15 +1,12 @@
 """vLLM with kvevict's backend: tokens, slots and requests. vLLM runs in processes of its own: `.ci/run vllm`."""
 
 import concurrent.futures
-import contextlib
 import importlib.util
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -17,6 +14,7 @@ import pytest
 import tiny
 import torch
 from caches import kept
+from vllm_server import serving
 
 import kvevict
 
@@ -172,37 +170,9 @@ def test_refused_at_start_up(tmp_path, family, options, llm, said):
 @pytest.fixture
 def server(tmp_path, llama):
     """The address of vLLM's own server, started with kvevict's options."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     options = dict(budget=BUDGET, period=PERIOD, policy="edie", window=4)
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        llama[0],
-        "--served-model-name",
-        "m",
-    ]
-    command += ["--additional-config", json.dumps(dict(kvevict=options)), "--port", str(port), "--max-num-seqs", "4"]
-    command += ["--max-model-len", str(LONGEST), "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20)]
-    environment = os.environ | dict(
-        VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1"
-    )
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    try:
-        for _ in range(300):
-            assert process.poll() is None, (tmp_path / "log").read_text()[-6000:]
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
-                break
-            time.sleep(1)
-        yield f"http://127.0.0.1:{port}/v1/completions"
-    finally:
-        process.terminate()
-        process.wait(60)
+    with serving(llama[0], tmp_path, kvevict=options, longest=LONGEST) as address:
+        yield f"{address}/v1/completions"
 
 
 def ask(address, **request):
