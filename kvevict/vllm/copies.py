@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from . import questions
-from .questions import COPIES, QUESTION, Copies
+from .questions import COPIES, Copies
 
 OF_CONFIG: dict[str, dict[int, Copies]] = {}  # by the id of a `VllmConfig`: the copies by the request's index
 
@@ -26,9 +26,7 @@ class RequestCopies(LogitsProcessor):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raise ValueError for a question that is no text; the server answers 400."""
-        given = sampling_params.extra_args or {}
-        if QUESTION in given:
-            questions.check(given[QUESTION])
+        questions.check(sampling_params.extra_args)
 
     def is_argmax_invariant(self) -> bool:
         return True

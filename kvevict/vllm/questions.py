@@ -37,10 +37,14 @@ class Copies(NamedTuple):
 NONE = Copies()
 
 
-def check(question: object) -> None:
-    """Raise ValueError unless a request's question is a text."""
+def check(given: dict | None) -> None:
+    """Raise ValueError for the further arguments of a client's request if its question is no text, or if they have
+    what only the engine may set."""
+    question = (given or {}).get(QUESTION, "a text")
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{QUESTION} must be a text, the question's words, got {question!r}")
+    if COPIES in (given or {}):
+        raise ValueError(f"{COPIES} is for the engine alone: leave it out")
 
 
 def with_copies(ids: list[int], question: list[int], period: int, most: float = math.inf) -> tuple[list[int], Copies]:

@@ -7,7 +7,7 @@ import torch
 from policy_cases import BUDGET, CHUNK, model, ours, tokens
 from states_host import Host, drawn
 
-from kvevict.vllm.questions import NONE, with_copies
+from kvevict.vllm.questions import COPIES, NONE, QUESTION, check, with_copies
 
 
 @pytest.mark.parametrize("name", ["take", "take+edie"])
@@ -55,3 +55,11 @@ def test_a_prompt_with_copies_is_the_prompt_without_them(n):
     assert all(copies.ending(16 * m, 16) == (3 if m <= copies.count else 0) for m in range(1, 20))
     assert with_copies(ids, question, 16, 1)[1].count == min(1, copies.count)
     assert with_copies(ids, [], 16) == with_copies(ids, [0] * 16, 16) == with_copies(ids, [0] * 20, 16) == (ids, NONE)
+
+
+def test_what_a_client_may_not_give_is_refused():
+    check(None)
+    check({QUESTION: "Why?", "other": 1})
+    for given in ({QUESTION: 3}, {QUESTION: " "}, {QUESTION: None}, {COPIES: [3, 1]}):
+        with pytest.raises(ValueError, match=r"must be a text|for the engine alone"):
+            check(given)
