@@ -429,7 +429,7 @@ REFERS = "Those were the pages. What is your answer?"
 def test_the_question_before_the_text(turn, asks, before):
     tok = tiny.byte_tokenizer()
     ids = tok(turn)["input_ids"]
-    spans, opens = LastTurn(tok)._found(ids)
+    spans, opens = LastTurn(tok).found(ids)
     assert [tok.decode(ids[start:stop]) for start, stop in spans] == asks
     assert before is None if opens is None else opens[:2] == (turn.index(before), turn.index(before) + len(before))
     assert opens is None or opens[2] == (turn.count(before) == 1)
@@ -498,7 +498,7 @@ def test_what_the_turn_asks_may_be_known(net, tokenizer):
     text = f"{TEXT * 4} Nobody knows it. Who is it? {TEXT}"
     for question in (f"{ASKED}\n{MORE}", f"Name the hour. {MORE}"):
         prompt = encode(tokenizer, text, question)
-        start, stop = LastTurn(tokenizer, question)._found(prompt.context + prompt.question)[0][0]
+        start, stop = LastTurn(tokenizer, question).found(prompt.context + prompt.question)[0][0]
         asked = ASKED if "?" in question else question
         assert tokenizer.decode((prompt.context + prompt.question)[start:stop]) == asked
 
@@ -509,9 +509,9 @@ def test_it_is_looked_for_in_the_last_turn():
     said = [("user", f"{TEXT} Who is it?"), ("assistant", "Nobody? No."), ("user", f"{ASKED} {MORE}")]
     text = tok.apply_chat_template([dict(role=r, content=c) for r, c in said], tokenize=False)
     ids = tok(text, add_special_tokens=False)["input_ids"]
-    (((start, stop),), _) = LastTurn(tok)._found(ids)
+    (((start, stop),), _) = LastTurn(tok).found(ids)
     assert tok.decode(ids[start:stop]) == ASKED
-    assert LastTurn(tok)._found(tok(ASKED)["input_ids"]) == ((), None)  # not in the template
+    assert LastTurn(tok).found(tok(ASKED)["input_ids"]) == ((), None)  # not in the template
 
 
 PAGE = "The baker counted the boats. " * 9
@@ -549,7 +549,7 @@ def agent(template, said, results, **more):
 
 def asking(tok, ids, request=""):
     """The texts that observe, and where the first begins."""
-    spans, _ = LastTurn(tok, request)._found(ids)
+    spans, _ = LastTurn(tok, request).found(ids)
     return [tok.decode(ids[start:stop]) for start, stop in spans], spans[0][0] if spans else None
 
 
