@@ -5,8 +5,6 @@ The scheduler is the first object behind vLLM's frontend that gets a request, an
 steps. So the client's lengths, usage, stop strings and prompt stay those that it sent.
 """
 
-from typing import Any
-
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -16,7 +14,7 @@ from .options import VllmOptions, options_of, tokenizer_name
 from .questions import COPIES, QUESTION, Asking, with_copies
 
 
-def create(vllm_config: VllmConfig, **others: Any) -> Scheduler:
+def create(vllm_config: VllmConfig, **others: object) -> Scheduler:
     """Make vLLM's scheduler with questions; its own if the model has no options of kvevict."""
     waits = not vllm_config.scheduler_config.async_scheduling
     options = options_of(vllm_config)

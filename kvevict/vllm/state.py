@@ -146,9 +146,9 @@ class States:
         queries, keys, values = (x.unsqueeze(2) for x in (q, k, v))
         key, value = self.shape.row_bytes
         together = [slice(None)] if key == value else [slice(i, i + 1) for i in range(len(q))]
-        options: Any = self.attention if self.sums is None else self.attention | dict(columns=int(length.max()) + 1)
+        columns = 0 if self.sums is None else int(length.max()) + 1
         done = [
-            _ops.decode(queries[i], keys[i], values[i], position[i], held, **options)
+            _ops.decode(queries[i], keys[i], values[i], position[i], held, columns=columns, **self.attention)
             for i, held in zip(together, self._held(blocks, start, length), strict=True)
         ]
         out = torch.cat([each[0] for each in done])

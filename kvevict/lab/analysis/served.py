@@ -1,7 +1,5 @@
 """Counts the requests that fit a memory inside vLLM, with and without kvevict (docs/vllm.md), from a config."""
 
-from typing import Any
-
 import torch
 
 from ...vllm.options import VllmOptions, policy_of
@@ -12,7 +10,7 @@ BLOCK = 16  # tokens of a block of vLLM's own cache
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
-def served(shape: Shape, given: dict[str, Any], kv: str, memory: int, longest: int, period: int = 512) -> dict:
+def served(shape: Shape, given: dict[str, object], kv: str, memory: int, longest: int, period: int = 512) -> dict:
     """Count the requests of up to `longest` tokens whose KV cache fits `memory` bytes, and the bytes of one. given:
     kvevict's options inside vLLM, its policy and budget; kv: how slots are stored. vLLM keeps one block of its cache
     free, which with kvevict is a whole state. Raises ValueError for a model or policy that cannot work there."""
