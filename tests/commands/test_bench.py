@@ -42,6 +42,20 @@ def test_rows(tmp_path, capsys):
     assert f"({20 / 90:.2f})" in next(text for text in out.splitlines() if text.split()[:2] == ["90", names[1]])
 
 
+def test_batches(tmp_path, capsys):
+    """Bytes are those of all rows, tokens a second too."""
+    folder, _ = save(tmp_path)
+    words = "--policies snapkv:window=4 --budget 20 --lengths 90 --new-tokens 3 --repeat 1 --batch 1 3"
+    code, line, out, _ = bench(folder, words, capsys)
+    assert code == 0 and [(row["batch"], row["cache_bytes"]) for row in line["rows"]] == [
+        (batch, batch * SLOT * 2 * 4 * slots) for batch in (1, 3) for slots in (90, 20)
+    ]  # fmt: skip
+    for row in line["rows"]:
+        assert row["decode_tokens_per_second"] * row["token_seconds"] == pytest.approx(row["batch"])
+    assert "3 prompts together:" in out
+    assert bench(folder, words.replace("--batch 1 3", "--batch 0"), capsys)[0] == 2
+
+
 def test_a_threshold_follows_the_text(tmp_path, capsys):
     """Nothing else is its limit, unless it is named. Bytes and the range of slots over heads are those that stay."""
     folder, _ = save(tmp_path)
@@ -134,16 +148,29 @@ def test_exact_logits(monkeypatch):
 def test_medians_by_hand():
     each = [dict(read_seconds=s, decode_seconds=d, peak_bytes=p) for s, d, p in ((3, 2, 5), (1, 1, 9), (2, 5, 1))]
     runs = [one | dict(new_tokens=11, report=dict(cache_bytes=7)) for one in each]
-    want = dict(read_seconds=2, decode_tokens_per_second=5, peak_bytes=5, cache_bytes=7)
-    assert speed.medians(runs, full=99) == want
+    want = dict(read_seconds=2, token_seconds=0.2, decode_tokens_per_second=20, peak_bytes=5, cache_bytes=7)
+    assert speed.medians(runs, full=99, rows=4) == want
     del runs[0]["report"]
-    assert speed.medians(runs, full=99) == want | dict(cache_bytes=99)
+    assert speed.medians(runs, full=99, rows=4) == want | dict(cache_bytes=99)
 
 
 def test_cells_by_hand():
-    row = dict(read_seconds=1.5, decode_tokens_per_second=30.0, peak_bytes=2**20, cache_bytes=2**19, slots="3..9")
-    base = dict(read_seconds=3.0, decode_tokens_per_second=20.0, peak_bytes=0, cache_bytes=2**21)
-    assert cells(row, base).split() == ["1.5", "(0.50)", "30", "(1.50)", "1", "(-)", "0.5", "(0.25)", "3..9"]
+    names = ("read_seconds", "token_seconds", "decode_tokens_per_second", "peak_bytes", "cache_bytes")
+    row = dict(zip(names, (1.5, 0.01, 100.0, 2**20, 2**19))) | dict(slots="3..9")
+    base = dict(zip(names, (3.0, 0.05, 20.0, 0, 2**21)))
+    assert cells(row, base).split() == [
+        "1.5",
+        "(0.50)",
+        "10",
+        "(0.20)",
+        "100",
+        "(5.00)",
+        "1",
+        "(-)",
+        "0.5",
+        "(0.25)",
+        "3..9",
+    ]
 
 
 @pytest.mark.parametrize("words, message", [

@@ -2,14 +2,18 @@
 
 import csv
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
+from toy_task import line
 
 from kvevict.cli import main
 from kvevict.lab.evaluate.protocols import words
 from kvevict.lab.evaluate.runs import RunSpec, policy_for
-from kvevict.lab.papers import PAPERS, numbers
-from kvevict.lab.papers.run import chosen
+from kvevict.lab.papers import PAPERS, Found, Table, Value, numbers, write
+from kvevict.lab.papers.run import chosen, lacking
+from kvevict.lab.papers.scores import value
 
 SMALL = ["--lengths", "200", "--cases", "1"]
 
@@ -63,6 +67,81 @@ def test_similarity(tmp_path, capsys):
     assert cells(tmp_path / "table2.csv") == found
     code, _, err = run(tmp_path, capsys, "chunkkv", "--quick", "--lengths", "300", "--only", "table2")
     assert code == 2 and "lengths was [200], is [300]" in err and "give another --out" in err
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, only, cell", [
+    ("take", ["fig4", "table2"], ("TAKE", "NIAH")), ("edie", ["table4", "table5"], ("w/ cd", "NIAH")),
+    ("chunkkv", ["table12", "table13"], ("ChunkKV", "facts")),
+    ("lookaheadkv", ["table1", "table8", "fig4a"], ("160 tokens", "LookaheadKV")),
+    ("caote", ["table6", "table7", "fig2"], ("6k", "H2O+CAOTE")),
+])  # fmt: skip
+def test_tables_of_each(name, only, cell, tmp_path, capsys):
+    code, out, err = run(tmp_path, capsys, name, "--quick", "--lengths", "160", "--cases", "1", "--only", *only)
+    told = json.loads(out.splitlines()[-1])
+    assert code == 0 and list(told["tables"]) == only and told["left_out"] == {}, err
+    found = [cells(tmp_path / f"{table}.csv") for table in only]
+    assert any(cell in each for each in found), found
+    for each in found:
+        for row in each.values():
+            assert row["ours"] == "" or math.isfinite(float(row["ours"])), row
+            assert row["low"] == "" or float(row["low"]) <= float(row["ours"]) <= float(row["high"])
+    before = (tmp_path / "README.md").read_text()
+    assert run(tmp_path, capsys, name, "--quick", "--lengths", "160", "--cases", "1", "--only", *only)[0] == 0
+    assert (tmp_path / "README.md").read_text() == before
+    assert [cells(tmp_path / f"{table}.csv") for table in only] == found
+
+
+@pytest.mark.quick
+def test_a_model_that_lacks_something():
+    table = Table("fig7", "", lambda: None, {}, {}, layers=4, kv_heads=2)
+    made = lambda layers, heads: SimpleNamespace(layers=layers, kv_heads=heads)  # noqa: E731
+    assert lacking(made(3, 2), table) == "it needs 4 layers that evict, the model has 3"
+    assert lacking(made(4, 1), table) == "it needs 2 kv heads, the model has 1"
+    assert lacking(made(4, 2), table) == ""
+
+
+@pytest.mark.quick
+def test_values():
+    """Of four cases, by hand: per cent, per cent of the full cache's score above it, perplexity above the full one."""
+    own, full = ([line("x", score, id=i) for i, score in enumerate(each)] for each in ((1, 0, 1, 0), (1, 1, 1, 0)))
+    assert value(own, full, "").mean == 50 and value(own, full, "").n == 4
+    gap = value(own, full, "gap")
+    assert gap.mean == pytest.approx(100 * -0.25 / 0.75) and gap.low < gap.mean < gap.high
+    own, full = ([line("x", x, id=i, metric="perplexity") for i, x in enumerate(each)] for each in ((2, 3), (1, 2)))
+    assert value(own, full, "").mean == pytest.approx(math.exp(2.5))
+    assert value(own, full, "difference").mean == pytest.approx(math.exp(2.5) - math.exp(1.5))
+    assert value(own[:1], full[:1], "").low is None
+
+
+@pytest.mark.quick
+def test_files():
+    """A row that only the paper has, a cell that only we have, a cell of both; a heat map's cells are in the CSV."""
+    table = Table(
+        "table1",
+        "Tasks. More",
+        lambda: None,
+        {},
+        {},
+        paper={
+            "8B": """
+             a    b
+        row  1.5  -
+        old  2    3"""
+        },
+    )
+    found = Found(
+        {("row", "a"): Value(12.345, 10, 14, 9), ("row", "b"): Value(1)}, {"m": {("0", "64"): 50.0}}, ["Why."]
+    )
+    text = write.as_markdown(table, found, drawn=False)
+    assert "| row | 12.3 [10.0, 14.0] (1.5) | 1 |" in text and "| old | (2) | (3) |" in text
+    assert "n = 1 to 9; in square brackets the 95 % interval; in parentheses the paper's number (8B)." in text
+    assert text.endswith("Why.\n")
+    rows = list(csv.reader(write.as_csv(table, found).splitlines()))
+    assert rows[0] == ["row", "column", "ours", "low", "high", "n", "paper 8B"]
+    assert ["row", "a", "12.345", "10", "14", "9", "1.5"] in rows and ["old", "b", "", "", "", "", "3.0"] in rows
+    assert ["map m: 0", "64", "50.0", "", "", "", ""] in rows
 
 
 def test_only_unknown_tables():

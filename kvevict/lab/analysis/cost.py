@@ -9,8 +9,8 @@ of slots counts.
 FLOPs are those of matrix products (a multiply and an add are two). Bytes are the least possible: weights and a layer's
 slots are moved once per pass, and activations stay on the chip. Each stage of each chunk and of each decoded token
 takes the longer of FLOPs / rate and bytes / rate. Left out are scoring and moving slots (2 to 5 % of a prefill under
-take and snapkv in docs/performance.md, more under h2o, kvzip and read-twice), drafts, norms, softmax, masks, "eager"
-attention's matrices and free slots.
+take and snapkv in docs/performance.md, more under h2o, kvzip and read-twice), a smaller model's drafts, norms,
+softmax, masks, "eager" attention's matrices and free slots.
 """
 
 import bisect
@@ -76,7 +76,7 @@ def plan(
 
     flops, moved         FLOPs and bytes of each stage: "linear", the products of the prompt's rows with weights;
                          "attention" of the prompt's rows; "appended", products and attention of the rows that are
-                         appended to chunks
+                         appended to chunks; "drafts" of the model itself (LAQ), decoded over the slots of the budget
     cache_bytes, peak_cache_bytes    bytes of full-attention layers after the prompt, and the most at any time, as in
                                      `kvevict.report`
     archive_bytes        with recall: bytes of the archive, positions included, after the `new_tokens`
@@ -100,6 +100,8 @@ def plan(
         bill.add(work(shape, taken, batch, causal))
         peak, widest = max(peak, taken.peak), max(widest, taken.chunk.rows + taken.chunk.appended)
         chunks += 1
+    if policy.rows.needs_full_prompt and layers.cuts:
+        bill.add({"drafts": _drafts(shape, policy, layers, tokens, batch)})
     row = shape.row_bytes * batch
     if chunks > 1:  # a chunk's last hidden state is held while the next chunk is read
         row += shape.element * shape.hidden * batch
@@ -171,6 +173,19 @@ def work(shape: Shape, taken: Taken, batch: int = 1, causal: bool = True) -> dic
 def _pair_flops(shape: Shape, batch: int) -> int:
     """Count the FLOPs of q.k and of a.v (attention weight times value) for one row and one key in every query head."""
     return 4 * shape.head_dim * shape.heads * batch
+
+
+def _drafts(shape: Shape, policy: Policy, layers: Layers, tokens: int, batch: int) -> tuple[float, float]:
+    """Return (FLOPs, bytes moved) of writing the policy's draft tokens over the slots that the budget leaves."""
+    flops = moved = 0.0
+    linear = 2 * batch * (shape.products + shape.head_weights)
+    weights = shape.element * (min(shape.layer_weights, shape.products * batch) + shape.head_weights)
+    for number in range(1, policy.rows.n_d + 1):
+        windows = sum(min(tokens + number, w) for w in shape.windows if w is not None)
+        slots = sum(layers.kept) + layers.count * number
+        flops += linear + _pair_flops(shape, batch) * (slots + windows)
+        moved += weights + batch * (shape.slot_bytes * slots + shape.new_bytes * windows)
+    return flops, moved
 
 
 def _decode(

@@ -43,6 +43,11 @@ class Layers:
         self.planned = Budgets(policy, schedule.narrow(range(count), self.tsp), kv_heads, [tokens])
 
     @property
+    def cuts(self) -> bool:
+        """Whether the prompt's end cuts a layer."""
+        return bool(self.planned.cuts.any())
+
+    @property
     def kept(self) -> list:
         """The number of slots per kv head that each layer holds."""
         return self._per_head(self.slots)

@@ -122,9 +122,10 @@ def alternate(
     model: Any, ids: torch.Tensor, policies: dict[str, Chosen], max_new_tokens: int, repeat: int,
     progress: Callable[[], Any] = lambda: None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Return {name: medians of `repeat` runs} for the unpatched model and each policy: read_seconds,
-    decode_tokens_per_second, peak_bytes, cache_bytes, and `slots`, the number kept per kv head. The runs of all names
-    alternate, so that a machine that slows down slows all names."""
+    """Return {name: medians of `repeat` runs} for the unpatched model and each policy: read_seconds, token_seconds
+    (of a step, in which each row of ids [B, N] decodes a token), decode_tokens_per_second (of all rows), peak_bytes,
+    cache_bytes, and `slots`, the number kept per kv head. The runs of all names alternate, so that a machine that slows
+    down slows all names."""
     runs = {name: [] for name in (UNPATCHED, *policies)}
     for _ in range(repeat):
         for name, made in runs.items():
@@ -132,14 +133,18 @@ def alternate(
             progress()
     seen = next(made[0]["report"] for name, made in runs.items() if name != UNPATCHED)
     full = seen["full_cache_bytes"]
-    return {name: medians(made, full) | dict(slots=held(made[0], seen)[0]) for name, made in runs.items()}
+    rows = len(ids)
+    return {name: medians(made, full, rows) | dict(slots=held(made[0], seen)[0]) for name, made in runs.items()}
 
 
-def medians(made: list[dict[str, Any]], full: int) -> dict[str, Any]:
-    """Return the medians over `made`, runs of `measure`; `full` is the number of bytes of the full cache."""
+def medians(made: list[dict[str, Any]], full: int, rows: int) -> dict[str, Any]:
+    """Return the medians over `made`, runs of `measure` with `rows` rows; `full` is the number of bytes of the full
+    cache."""
+    step = median(run["decode_seconds"] / (run["new_tokens"] - 1) for run in made)
     return dict(
         read_seconds=median(run["read_seconds"] for run in made),
-        decode_tokens_per_second=median((run["new_tokens"] - 1) / run["decode_seconds"] for run in made),
+        token_seconds=step,
+        decode_tokens_per_second=rows / step,
         peak_bytes=median(run["peak_bytes"] for run in made),
         cache_bytes=made[0]["report"]["cache_bytes"] if "report" in made[0] else full,
     )

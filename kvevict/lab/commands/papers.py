@@ -10,7 +10,7 @@ from ...policy.checks import installed
 if TYPE_CHECKING:
     from ..papers.session import Session
 
-QUICK = (384, 640)  # --quick: tokens of prompts
+QUICK = (256, 512)  # --quick: tokens of prompts
 LONG = (1024, 2048, 4096, 8192)  # else, as far as the model's context holds them
 ROOM = 48  # tokens of the context that an answer takes at most, so that the longest prompt leaves them
 

@@ -75,8 +75,8 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
         where = "" if run.archive is True else f" on the host, with {here / 2**30:.3g} GiB on the GPU during a recall"
         print(f"The archive is beside the peak memory{where}. An answer attends to {rule.why}.")
         archives = {"device_bytes": here, "host_bytes": 0 if run.archive is True else archive}
-    if policy.rows.n_d:
-        print("What the policy drafts is left out.")
+    if policy.rows.n_d and not policy.rows.needs_full_prompt:
+        print("What the smaller model drafts is left out: plan it by --model.")
     facts = {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}
     return facts | ({"archive": archives} if policy.recall else {})
 
@@ -85,8 +85,10 @@ ROWS = (
     ("linear layers, TFLOP", lambda run: run["flops"]["linear"] / 1e12),
     ("attention, TFLOP", lambda run: run["flops"]["attention"] / 1e12),
     ("appended rows, TFLOP", lambda run: run["flops"]["appended"] / 1e12),
+    ("drafts, TFLOP", lambda run: run["flops"].get("drafts", 0) / 1e12 or None),
     ("all, TFLOP", lambda run: sum(run["flops"].values()) / 1e12),
     ("weights read, GiB", lambda run: run["moved"]["linear"] / 2**30),
+    ("drafts' weights and KV, GiB", lambda run: run["moved"].get("drafts", 0) / 2**30 or None),
     ("KV read, GiB", lambda run: run["moved"]["attention"] / 2**30),
     ("peak KV, GiB", lambda run: (run["peak_cache_bytes"] + run["sliding_bytes"]) / 2**30),
     ("KV after, GiB", lambda run: (run["cache_bytes"] + run["sliding_bytes"]) / 2**30),

@@ -129,7 +129,7 @@ def _attentions(
 
 def sparsity(session: Session, table: Table) -> Found:
     """TAKE figure 4, by layer: the share of the prompt's slots that hold 90 % of the attention of the response's first
-    row, and the share of its attention on the needle, both in per cent and means over heads."""
+    row, a mean over heads, and the share that the needle gets in the head that gives it most; both in per cent."""
 
     def measure() -> Found:
         numbers: dict[Place, list[float]] = {}
@@ -145,7 +145,7 @@ def sparsity(session: Session, table: Table) -> Found:
                 most = a.sort(-1, descending=True).values.cumsum(-1)
                 share = ((most < 0.9).sum(-1) + 1) / full.tokens
                 numbers.setdefault((f"layer {index}", few), []).append(float(share.mean()))
-                numbers.setdefault((f"layer {index}", needle), []).append(float(a[..., place].sum(-1).mean()))
+                numbers.setdefault((f"layer {index}", needle), []).append(float(a[..., place].sum(-1).max()))
         return Found({place: average(values, 100) for place, values in numbers.items()})
 
     return session.kept(table.name, list(table.columns), measure)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -13,6 +14,7 @@ from ...policy.checks import installed
 from . import Paper, Table, write
 from .scores import groups, scores, size
 from .session import Session
+from .speed import COMPUTED
 
 
 def chosen(paper: Paper, only: list[str]) -> tuple[list[Table], dict[str, str]]:
@@ -60,7 +62,7 @@ def run(session: Session, paper: Paper, only: list[str]) -> tuple[dict[str, list
             except (ValueError, TypeError, OSError) as error:
                 failed[table.name] = said = " ".join(str(error).split())
             if table.measure is not scores:
-                session.step(len(table.rows) * len(table.columns))
+                session.step(_runs(session, table))
             session.bar.write(f"{table.name}: {said}")
             write.index(session.out, paper, session, made, failed)
     return made, failed
@@ -75,21 +77,27 @@ def _can_draw() -> bool:
     return True
 
 
+def _runs(session: Session, table: Table) -> int:
+    """Return about how many prompts are read for a table."""
+    if table.measure is scores:
+        return sum(len(runs) * group.size(session) for group, runs in groups(session, table).items())
+    return 0 if table.measure in COMPUTED else len(table.columns) * session.texts
+
+
 def told(session: Session, paper: Paper, tables: list[Table], failed: dict[str, str]) -> tuple[int, int]:
     """Print what will be run and about how long it takes, by the time of one answer with the full cache. Returns the
     number of runs, and how many of them an earlier call has measured."""
     of_scores = [table for table in tables if table.measure is scores]
     total, done = size(session, of_scores)
-    print(f"{paper.title}: {len(tables)} tables and figures with {session.name}, into {session.out}")
+    print(f"{paper.title}: {len(tables)} tables and figures with {Path(session.name).name}, into {session.out}")
     for table in tables:
-        runs = sum(len(each) * group.size(session) for group, each in groups(session, table).items()) \
-            if table in of_scores else len(table.rows) * len(table.columns)  # fmt: skip
-        print(f"  {table.name:9} {runs:5} runs  {table.says.partition('. ')[0]}")
+        print(f"  {table.name:9} {_runs(session, table):5} runs  {table.says.partition('. ')[0]}")
     for name, reason in failed.items():
         print(f"  {name:9} left out: {reason}")
-    total += sum(len(table.rows) * len(table.columns) for table in tables if table not in of_scores)
+    total += sum(_runs(session, table) for table in tables if table not in of_scores)
     (ids,) = session.prompts(1)
     generate: Callable[..., object] = getattr(session.model, "generate")  # noqa: B009
+    generate(ids[:, :8], attention_mask=ids.new_ones(1, 8), max_new_tokens=2)
     start = time.perf_counter()
     generate(ids, attention_mask=ids.new_ones(ids.shape), max_new_tokens=16, do_sample=False)
     seconds = time.perf_counter() - start

@@ -87,6 +87,9 @@ class Session:
 
     def usable(self, run: RunSpec) -> bool:
         """Return whether the model can be read under a run's policy; a refusal's reason becomes a note."""
+        if isinstance(run.budget, int) and run.budget >= self.lengths[-1]:
+            self.notes += [f"Left out are {run.budget} slots: prompts have {self.lengths[-1]} tokens at most."]
+            return False
         if run not in self.refused:
             self.refused[run] = self._reason(run)
         if reason := self.refused[run]:

@@ -83,7 +83,8 @@ def as_markdown(made: Table, found: Found, drawn: bool) -> str:
             cells.append(" ".join([*([shown(own)] if own else []), *([f"({'; '.join(theirs)})"] if theirs else [])]))
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
     n = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}" if counts else "nothing measured"
-    told = f"Unit: {made.unit}. " * bool(made.unit) + f"{n}; in square brackets the 95 % interval"
+    told = f"Unit: {made.unit}. " * bool(made.unit)
+    told += f"{n}; in square brackets the 95 % interval" if counts[-1:] > [1] else "Computed, or of one run"
     of = " and ".join(model for model in printed if model)
     told += f"; in parentheses the paper's number{f' ({of})' if of else ''}." if printed else "."
     lines += ["", told, *found.notes]
@@ -93,7 +94,8 @@ def as_markdown(made: Table, found: Found, drawn: bool) -> str:
 
 def index(out: Path, paper: Paper, session: Session, done: dict[str, list[str]], failed: dict[str, str]) -> None:
     """Write README.md: the tables of a folder, and why others are not there."""
-    about = ", ".join(f"{name} {value}" for name, value in session.about.items() if value and name != "weights")
+    others = [f"{name} {x}" for name, x in session.about.items() if x and name not in ("model", "weights")]
+    about = ", ".join([f"model {Path(session.name).name}", *others])
     lines = [f"# {paper.title}", "", f"Measured with: {about}.", "", "| | shows | files |", "|---|---|---|"]
     for each in paper.tables:
         if each.name in done:
