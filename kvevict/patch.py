@@ -34,8 +34,9 @@ def patch(
     policy      a preset's name (`kvevict.policies()` lists them), a text NAME:OPTION=VALUE,... or a `kvevict.Policy`;
                 default "take+edie"
     budget      int: slots kept per kv head and layer, window and sinks included; float in (0, 1): the fraction of the
-                slots that is kept; text ("64MiB"): bytes of a sequence's slots in all layers. None: 4,096 slots, which
-                hold all of a shorter prompt, or no limit if there is a threshold
+                slots that is kept; 1.0: all, nothing is evicted and tokens are the unpatched model's up to rounding;
+                text ("64MiB"): bytes of a sequence's slots in all layers. None: 4,096 slots, which hold all of a
+                shorter prompt, or no limit if there is a threshold
     chunk_size  tokens per chunk; slots are evicted after every chunk. None: the preset's own schedule
     tokenizer   the model's tokenizer. With rows="probe" (take, take+edie, ...) it serves to find the question in the
                 last user's turn, by the chat template: attention from the question scores the slots, if the prompt's

@@ -14,6 +14,9 @@ PLENTY = 2**31 - 1  # no limit: no cache has more slots or tokens, since positio
 # Budget if none is named and there is no threshold: of the slots per kv head that were measured, the most with which
 # prompts of 8,000 and 12,000 tokens take at most 1.2 of the time that they take with 512 (docs/usage.md, Which budget?)
 SLOTS = 4096
+CHUNK = (
+    4096  # chunk size of presets that read in chunks, where their method has no own (docs/usage.md, Which chunk size?)
+)
 DEEPEST = 64  # largest number of levels of nested objects and lists in JSON text
 
 

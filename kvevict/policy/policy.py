@@ -31,8 +31,8 @@ class Policy:
     score          the importance of a slot: a name of `kvevict.SCORES` or a `Score` with its options
     refine         a change of the score before slots are ranked: a name of `kvevict.REFINEMENTS` or an object
     budget         slots kept per kv head and layer on average, window and sinks included (int), or the fraction of
-                   the tokens seen that is kept (float in (0, 1)), or the bytes that all slots of a sequence may take
-                   (text such as "64MiB"); None: 4,096, or no limit if there is a threshold
+                   the tokens seen that is kept (float in (0, 1); 1.0: all slots, nothing is evicted), or the bytes that
+                   all slots of a sequence may take ("64MiB"); None: 4,096, or no limit if there is a threshold
     threshold      slots that score below this number are evicted, even if the budget has room for them, so the number
                    of slots kept depends on the text. It needs scores that are comparable between layers, and head
                    budgets in which heads compete; None: the budget alone decides
@@ -156,8 +156,7 @@ class Policy:
         """The policy that chooses slots from the archive of `recall`: this policy with `recall_slots` as its budget."""
         if self.recall_slots is None:
             return self
-        all_slots = isinstance(self.recall_slots, float) and self.recall_slots == 1
-        return dataclasses.replace(self, budget=PLENTY if all_slots else self.recall_slots, recall_slots=None)
+        return dataclasses.replace(self, budget=self.recall_slots, recall_slots=None)
 
     @functools.cached_property
     def answered(self) -> int:
@@ -166,7 +165,7 @@ class Policy:
 
     def slots(self, tokens: int) -> int:
         """Return B, the slots per kv head, of a batch row that has seen `tokens` tokens of text (METHODS section 0)."""
-        if self.budget is None:
+        if self.budget is None or (self.budget == 1 and isinstance(self.budget, float)):
             return PLENTY
         if isinstance(self.budget, str):
             raise ValueError(f"budget={self.budget!r} is a number of slots for one model alone: call `in_slots` first")

@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+from .checks import CHUNK
 from .heads import HEADS
 from .layers import LAYERS
 from .peers import PRESETS as GONE
@@ -44,14 +45,13 @@ def describe(name: str) -> str:
     return REMARKS.get(name) or inspect.getdoc(type(choices["score"])).splitlines()[0]
 
 
-_Z = 4096  # chunk size of the methods that evict chunk by chunk
 _POOL = dict(heads=HEADS["flat"](), layers=LAYERS["pool"]())
-_TAKE = dict(score=SCORES["take"](), chunk_size=_Z, warmup_layers="half")
+_TAKE = dict(score=SCORES["take"](), chunk_size=CHUNK, warmup_layers="half")
 _ASKED = dict(score=SCORES["edie"](kernel="digits", pool="avg"), rows=ROWS["probe"](), keep_first=4)
 
-preset("streaming", score=SCORES["streaming"](), chunk_size=_Z)
-preset("h2o", score=SCORES["h2o"](), chunk_size=_Z)
-preset("tova", score=SCORES["tova"](), chunk_size=_Z)
+preset("streaming", score=SCORES["streaming"](), chunk_size=CHUNK)
+preset("h2o", score=SCORES["h2o"](), chunk_size=CHUNK)
+preset("tova", score=SCORES["tova"](), chunk_size=CHUNK)
 preset("snapkv", score=SCORES["snapkv"]())
 preset("fastkv", score=SCORES["fastkv"](), tsp="half")
 preset("random", score=SCORES["random"]())
@@ -85,7 +85,7 @@ preset("edie", score=SCORES["edie"](), heads=HEADS["flat"]())
 preset("edie-exact", score=SCORES["edie-exact"](), heads=HEADS["flat"]())
 preset("edie+tada", score=SCORES["edie"](), heads=HEADS["flat"](), layers=LAYERS["tada"]())
 preset("take+chunkkv", **_TAKE, select=SELECTIONS["chunk"]())
-preset("take+edie", **_ASKED, chunk_size=_Z)
+preset("take+edie", **_ASKED, chunk_size=CHUNK)
 preset("take+edie/half", **_ASKED, chunk_size=512, tsp="half", tsp_len=0.25)
 preset("take+caote", **_TAKE, refine=REFINEMENTS["caote"]())
 for _refine, _caote in (("caote", "CAOTE (Goel et al. 2025, eq. 6)"), ("fastcaote", "FastCAOTE (eq. 8)")):

@@ -64,12 +64,12 @@ def _check_budget(policy: "Policy") -> None:
         return
     if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
         raise TypeError(
-            "budget must be an int (slots per kv head), a float in (0, 1) (fraction kept) or a text such as "
+            "budget must be an int (slots per kv head), a float in (0, 1] (fraction kept) or a text such as "
             f"'64MiB' (bytes of all slots), got {budget!r}"
         )
     if not isinstance(budget, numbers.Integral):
-        if not 0 < budget < 1:
-            raise ValueError(f"budget={budget} is not a fraction in (0, 1); pass an int for a number of slots")
+        if not 0 < budget <= 1:
+            raise ValueError(f"budget={budget} is not a fraction in (0, 1]; pass an int for a number of slots")
         return
     count("budget", budget, 1)
     smallest = policy.smallest_budget()

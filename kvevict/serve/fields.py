@@ -51,7 +51,7 @@ def _is_stop(value: object) -> bool:
 
 def _is_budget(value: object) -> bool:
     slots = is_whole(value) and is_number(value, 1, (1 << 31) - 1)
-    return slots or isinstance(value, str) or (isinstance(value, float) and 0 < value < 1)
+    return slots or isinstance(value, str) or (isinstance(value, float) and 0 < value <= 1)
 
 
 FLAG = Values(lambda value: isinstance(value, bool), "true or false")
@@ -60,7 +60,7 @@ FILLED = Values(lambda value: isinstance(value, str) and value.strip() != "", "a
 SEED = Values(lambda value: is_whole(value) and abs(value) < 1 << 63, "a whole number below 2**63")
 ABOVE = Values(lambda value: is_number(value, 0, 1) and value > 0, "a number above 0, up to 1")
 STOP = Values(_is_stop, "a text of at most 200 letters, or up to four of them")
-BUDGET = Values(_is_budget, "a whole number of slots, a fraction between 0 and 1, or bytes such as '64MiB'")
+BUDGET = Values(_is_budget, "a whole number of slots, a fraction up to 1.0, or bytes such as '64MiB'")
 CALLS = '"auto" or "none": ask for a call in a message, or use vLLM\'s server, which forces calls'
 CHOICE = Values(lambda value: value in ("auto", "none"), CALLS)
 FORM = "ask for JSON in a message, or use vLLM's server, which follows schemas"

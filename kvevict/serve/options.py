@@ -12,7 +12,7 @@ class Options:
 
     policy: str = DEFAULT
     budget: int | float | str = SLOTS
-    chunk_size: int | None = 512
+    chunk_size: int | None = 512  # less than `CHUNK`, since a prompt waits while a chunk of another one is read
     kv: str = "model"
     dtype: str = "auto"
     device: str | None = None

@@ -38,7 +38,7 @@ def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     """Ask the bundled model for facts in a long text, with a full cache and with small ones."""
     add_model(parser)
     add_policies(parser, default=(DEFAULT, "snapkv", "streaming"))
-    add_budget(parser, budget=128, chunk_size=256)
+    add_budget(parser, budget=128, chunk_size=256)  # 1/16 of the tiny model's context, and several chunks of it
     parser.add_argument("--cases", type=int, default=4, help="texts, each with a question; default 4")
     parser.add_argument("--seed", type=int, default=0, help="another seed makes other texts; default 0")
     parser.add_argument("--out", default="kvevict-demo", help="folder for page and picture; default kvevict-demo")
