@@ -78,8 +78,9 @@ def test_readme_snippets(tmp_path):
     (tmp_path / "theirs/chat_template.jinja").write_text(CHAT)
     code, named = re.subn(r"(?<=^name = ).*", "'theirs'", python(ROOT / "README.md", "", "hub"), flags=re.M)
     assert named == 1
-    first, kept, theirs, *_, answers = run([sys.executable, "-c", code], tmp_path).splitlines()
-    assert first == theirs == " The code of Naislet is 364735" and kept == "[[128, 128, 128, 128]]"
+    *lines, answers = run([sys.executable, "-c", code], tmp_path).splitlines()
+    kept = lines.index("[[128, 128, 128, 128]]")
+    assert lines[0] == lines[kept - 1] == " The code of Naislet is 364735"
     assert [re.search(r"\d{6}", said)[0] for said in ast.literal_eval(answers)] == ["364735", "118204"]
 
 
