@@ -23,9 +23,12 @@ def once(key: Hashable, text: str, stacklevel: int = 2) -> None:
 
 def of_share(meter: Any, policy: Any, asked: str, stacklevel: int) -> None:
     """Warn, once per budget, if a read kept a smaller share of its slots than is `ENOUGH` for what is asked of it.
-    asked: when the question is known, one of the values of `Policy.question`. With recall nothing is lost."""
+    asked: when the question is known, one of the values of `Policy.question`. With recall nothing is lost, and a cache
+    that was loaded has no meter."""
+    if policy.recall:
+        return
     kept, tokens = min(zip(meter.report["kept_share"], meter.report["seen"], strict=True))
-    if policy.recall or kept >= ENOUGH.get(asked, 0):
+    if kept >= ENOUGH.get(asked, 0):
         return
     told = {
         "later": "answers about the rest are often wrong: give more slots (budget=0.5 keeps half), or recall=True, "
