@@ -200,7 +200,7 @@ EXAMPLES = {
     "inspect": "kvevict inspect --model MODEL --file BOOK.txt --policy take+edie:recall=true 'Who is she?' 'And he?'",
     "models": "kvevict models gemma",
     "papers": "kvevict papers chunkkv --quick --only table2 table7 --out chunkkv-tables",
-    "plan": "kvevict plan --model MODEL --policy take+edie --budget 512 --tokens 100000",
+    "plan": "kvevict plan --model MODEL --policy take+edie:recall=true --tokens 100000 --memory 24GiB",
     "plot": "kvevict plot r.jsonl --tasks facts --out facts.png",
     "policies": "kvevict policies",
     "serve": "kvevict serve MODEL --budget 1024 --store TEXTS",
@@ -211,7 +211,14 @@ MORE = {
     "diagnose": """Of the full cache's response *recall* is the share of its attention to the prompt that lies on kept
 slots, and *top 16* the share of its 16 most attended slots that are kept. *output error* is how far attention outputs
 are from the full cache's, relative to these; *joint error* is CAOTE's eq. 24 ([methods.md](methods.md)).""",
-    "plan": """The table has the unpatched model, the policy, and the policy as a share of it:
+    "plan": """Everything counts that is on the model's device at once: weights, slots with their positions, a chunk's
+new keys and values and its activations, free room and copies of slots that move, and an archive; left out are what the
+policy drafts, and what the driver takes. If the policy does not fit, settings that do are listed, the best answers
+first: all slots, where nothing is lost; recall, where a question chooses from all tokens, with an archive of ever fewer
+bits, on the device before elsewhere (`recall=memory`), where an answer attends to chosen slots alone and a recall takes
+longer; then ever fewer slots. If it fits, those with better answers are listed.
+
+With `--costs` a table has the unpatched model, the policy, and the policy as a share of it:
 
 - *linear layers*, *attention*: matrix products of the prompt's tokens. *Appended rows*: both for rows that observe and
   are not stored, such as a probe. Scoring and moving slots are left out: 2 to 5 % of a prefill under `take` and

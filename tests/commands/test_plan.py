@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 from collections import Counter
 
@@ -18,11 +19,13 @@ from transformers import JambaConfig, LlamaConfig, MistralConfig
 
 import kvevict
 from kvevict import cli
+from kvevict.lab.analysis import fit
 from kvevict.lab.analysis.cost import Hardware, largest_batch, pairs, plan, work
+from kvevict.lab.analysis.fit import needed
 from kvevict.lab.analysis.shape import shape_of
 from kvevict.lab.analysis.slots import Layers, Taken
 from kvevict.lab.papers import PAPERS
-from kvevict.policy.building import build
+from kvevict.policy.building import build, choose
 from kvevict.policy.presets import PRESETS
 from kvevict.policy.scores import SCORES
 from kvevict.policy.seen.rows import Chunk
@@ -221,6 +224,18 @@ def test_shape(family):
     assert shape.windows.count(None) == (2 if family in ("gemma2", "gemma3", "gpt_oss") else 4)
 
 
+def peak_of(call):
+    """The most bytes that a call allocates at any time."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        call()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now, peak = 0, 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("policy", [None, build("take", budget=128, chunk_size=512)])
 def test_memory(family, policy):
@@ -230,13 +245,8 @@ def test_memory(family, policy):
     want = plan(shape_of(model.config, "float32"), policy, 2000)
     if policy is not None:
         kvevict.patch(model, policy)
-    with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
-        model(input_ids=inputs["input_ids"], logits_to_keep=1)
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now, peak = 0, 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
+    with torch.no_grad():
+        peak = peak_of(lambda: model(input_ids=inputs["input_ids"], logits_to_keep=1))
     assert want["peak_bytes"] - want["weight_bytes"] == pytest.approx(peak, rel=0.02 if policy is None else 0.15)
 
 
@@ -411,7 +421,7 @@ def test_command(path, tmp_path, capsys):
 @pytest.mark.parametrize("context, tokens", [(131072, 131072 - 256), (1 << 20, 131072), (2048, 1792), (100, 1)])
 def test_defaults_fit_the_context(context, tokens, tmp_path, capsys):
     LlamaConfig(**LLAMA31_8B, max_position_embeddings=context).save_pretrained(tmp_path)
-    assert cli.main(["plan", "--model", str(tmp_path)]) == 0
+    assert cli.main(["plan", "--model", str(tmp_path), "--memory", "80GiB"]) == 0
     out, told = capsys.readouterr()
     assert json.loads(out.splitlines()[-1])["tokens"] == tokens
     assert bool(told) == (tokens + 256 > context) == ("give fewer --tokens or --new-tokens" in told)
@@ -420,7 +430,7 @@ def test_defaults_fit_the_context(context, tokens, tmp_path, capsys):
 def test_command_of_drafts(tmp_path, capsys):
     """Of a smaller model's draft nothing is counted, and the command says so."""
     shared().config.save_pretrained(tmp_path)
-    argv = ["plan", "--model", str(tmp_path), "--policy", "speckv", "--budget", "70", "--tokens", "500"]
+    argv = ["plan", "--model", str(tmp_path), "--policy", "speckv", "--budget", "70", "--tokens", "500", "--costs"]
     assert cli.main([*argv, "--new-tokens", "0"]) == 0
     *lines, last = capsys.readouterr().out.strip().splitlines()
     run = json.loads(last)["runs"]["speckv"]
@@ -436,29 +446,31 @@ def weight_bytes(model):
 
 @pytest.mark.parametrize("kind", ["model", "k8v4"])
 def test_command_of_recall(kind, tmp_path, capsys):
-    """The archive is told, as `report` measures it but for each head's room to grow, offset, length and centre."""
+    """The archive is told, as `report` measures it, with a copy of one of four layers."""
     shared().config.save_pretrained(tmp_path)
-    argv = ["plan", "--model", str(tmp_path), "--policy", f"snapkv:recall=true,kv={kind}", "--budget", "64"]
-    assert cli.main([*argv, "--tokens", "500", "--new-tokens", "20", "--dtype", "float32"]) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if "archive" in line][:-1]
+    argv = ["plan", "--model", str(tmp_path), "--policy", f"snapkv:recall=true,kv={kind}", "--budget", "64", "--costs"]
+    argv += ["--tokens", "500", "--new-tokens", "20", "--dtype", "float32"]
+    assert cli.main(argv) == 0
+    *lines, last = capsys.readouterr().out.strip().splitlines()
     with kvevict.evicting(shared(), "snapkv", budget=64, recall=True, kv=kind), torch.no_grad():
         cache = shared()(prompt(1, 520)["input_ids"], logits_to_keep=1).past_key_values
-    archives = cache.tiers.every.values()
-    size = sum(one.live_bytes() + one.pos.element_size() * int(one.counts.sum()) for one in archives)
-    assert told[0].split() == ["archive,", "GiB", f"{size / 2**30:.4g}"]
-    read, weights = size - archives[0].pos.element_size() * 4 * 2 * 520, weight_bytes(shared())
+    size = kvevict.report(cache)["archive_bytes"]
+    assert ["archive,", "GiB", f"{size / 2**30:.4g}"] in [line.split() for line in lines]
+    assert json.loads(last)["needs"]["parts"]["archive"] == size + size // 4
+    read, weights = size - 4 * 4 * 2 * 520, weight_bytes(shared())  # without the positions
     rule = "all slots: a token reads" if read * 500 / 520 <= weights else "chosen slots: a token would read"
     assert rule.startswith("chosen") == (kind == "model")
     rule += f" {read * 500 / 520 / 2**20:.4g} MiB of the archive beside {weights / 2**20:.4g}"
-    assert told[1:] == [f"The archive is beside the peak memory. An answer attends to {rule} of weights."]
+    assert f"An answer attends to {rule} of weights." in lines
     for place in ("memory", str(tmp_path)):  # of four layers, two are on the GPU at once
         argv[4] = f"snapkv:recall={place},kv={kind}"
-        assert cli.main([*argv, "--tokens", "500", "--new-tokens", "20", "--dtype", "float32"]) == 0
+        assert cli.main([*argv, "--memory", "1GiB"]) == 0
         *lines, last = capsys.readouterr().out.strip().splitlines()
-        assert json.loads(last)["archive"] == {"device_bytes": size // 2, "host_bytes": size}
-        where = f"on the host, with {size / 2**31:.3g} GiB on the GPU during a recall"
-        rule = "chosen slots: the archive is not in the memory of the model's device"
-        assert f"The archive is beside the peak memory {where}. An answer attends to {rule}." in lines
+        needs = json.loads(last)["needs"]
+        assert (needs["parts"]["archive"], needs["elsewhere"]) == (size // 2, size)
+        where = "the host's memory" if place == "memory" else f"files of {tmp_path}"
+        assert "An answer attends to chosen slots: the archive is not in the memory of the model's device." in lines
+        assert f"The archive has {size / 2**30:.2g} GiB in {where}." in lines
 
 
 @pytest.mark.parametrize("options, budget, kept, told", [
@@ -473,7 +485,7 @@ def test_command_of_a_threshold(options, budget, kept, told, tmp_path, capsys):
     out = capsys.readouterr().out.splitlines()
     run = json.loads(out[-1])["runs"][argv[4]]
     assert run["cache_bytes"] == kept * 4 * shape_of(shared().config).slot_bytes
-    assert f"What a threshold leaves follows the text: KV here is the most, {told}." in out
+    assert f"What a threshold leaves follows the text: the slots are the most, {told}." in out
 
 
 ERRORS = [
@@ -484,6 +496,9 @@ ERRORS = [
     (["--tflops", "0"], "tflops must be a finite number > 0"),
     (["--policy", "take:warmup_layers=5"], "more than the model's 4"),
     (["--new-tokens", "-1"], "new_tokens must be at least 0"), (["--policy", "oracle"], "needs ids="),
+    (["--memory", "24"], "--memory='24' is not a number of bytes"), (["--memory", "0GiB"], "not a number of bytes"),
+    (["--memory", "100kB"], "nothing fits .* GiB of --memory, the weights alone take .*: give a smaller model"),
+    (["--memory", "1MiB", "--tokens", "20000"], "nothing fits .*: give fewer --tokens, or a smaller model"),
 ]  # fmt: skip
 
 
@@ -492,6 +507,91 @@ def test_command_errors(argv, message, tmp_path, capsys):
     shared().config.save_pretrained(tmp_path)
     assert cli.main(["plan", "--model", str(tmp_path), *argv]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+SLOT = 2 * 2 * 128 * 8  # bytes of a key and a value in bf16 in the 8 kv heads of one of Llama-3.1-8B's 32 layers
+
+
+@pytest.mark.parametrize("options, archive, elsewhere", [
+    (dict(), 0, 0), (dict(recall=True), 33 * 131072 * (SLOT + 32), 0),
+    (dict(recall="memory"), 2 * 131072 * (SLOT + 32), 32 * 131072 * (SLOT + 32)),
+    (dict(recall="memory", recall_kv="int4"), 2 * 131072 * 8 * (136 + 4), 32 * 131072 * 8 * (136 + 4)),
+])  # fmt: skip
+def test_needed_by_hand(options, archive, elsewhere):
+    """130,816 tokens and 256 more in chunks of 4,096, of which 512 slots stay, and later 768: 4 bytes of a position for
+    each slot and head, 256 rows of room, one layer of 512 that moves, 4,096 + 32 rows of activations."""
+    shape = shape_of(LlamaConfig(**LLAMA31_8B))
+    got = needed(shape, choose("take+edie", budget=512, chunk_size=4096, **options), 130816)
+    assert got.parts == {
+        "weights": 2 * 8_030_261_248, "slots and a chunk's": 32 * 768 * (SLOT + 32),
+        "room and moves": 32 * 256 * SLOT + 512 * SLOT,
+        "activations of a chunk": (4096 + 32) * (2 * (5 * 4096 + 2 * 128 + 3 * 14336) + 8),
+    } | ({"archive": archive} if archive else {})  # fmt: skip
+    assert got.elsewhere == elsewhere and got.device == sum(got.parts.values())
+    if options.get("recall") == "memory":
+        on_cpu = needed(shape, choose("take+edie", budget=512, chunk_size=4096, **options), 130816, on_cpu=True)
+        assert (on_cpu.parts["archive"], on_cpu.elsewhere) == (33 * elsewhere // 32, 0)
+
+
+def test_needed_where_nothing_is_evicted():
+    """All slots of the prompt and the answer, an eighth of room, and one layer's copy."""
+    shape = shape_of(LlamaConfig(**LLAMA31_8B))
+    parts = needed(shape, choose("take+edie", budget=131072, chunk_size=4096), 130816).parts
+    assert parts["slots and a chunk's"] == 32 * 131072 * (SLOT + 32)
+    assert parts["room and moves"] == 4 * 131072 * SLOT + 131072 * SLOT
+
+
+@pytest.mark.parametrize("options", [dict(budget=128), dict(budget=4000), dict(budget=128, recall=True)])
+def test_needed_is_measured(options):
+    """The allocator's peak is below it, and not far below: a question that recalls comes later."""
+    model, chosen = tiny.model(hidden_size=256, intermediate_size=700), choose("take", chunk_size=512, **options)
+    with kvevict.evicting(model, chosen), torch.no_grad():
+        peak = peak_of(lambda: model(input_ids=prompt(1, 2000)["input_ids"], logits_to_keep=1))
+    got = needed(shape_of(model.config, "float32"), chosen, 2000, new_tokens=0)
+    assert peak <= got.device - got.parts["weights"] <= 1.5 * peak
+
+
+def test_own_memory(tmp_path, monkeypatch):
+    """The host's, within the limit of its container."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setattr(fit, "CGROUP", tmp_path / "memory.max")
+    assert fit.own_memory("cpu") == (whole, "this machine", True)
+    for text, want in (("max\n", whole), (f"{2**20}\n", 2**20)):
+        (tmp_path / "memory.max").write_text(text)
+        assert fit.own_memory("cpu")[0] == want
+
+
+def planned(tmp_path, capsys, *argv):
+    """(Lines, JSON) of `kvevict plan` for Llama-3.1-8B."""
+    LlamaConfig(**LLAMA31_8B, max_position_embeddings=131072).save_pretrained(tmp_path)
+    assert cli.main(["plan", "--model", str(tmp_path), "--tokens", "130816", *argv]) == 0
+    *lines, last = capsys.readouterr().out.strip().splitlines()
+    return lines, json.loads(last)
+
+
+@pytest.mark.slow
+def test_settings_that_fit(tmp_path, capsys):
+    """For what does not fit all that do, the best answers first; for what fits those with better answers."""
+    recall = ["--policy", "take+edie:recall=true", "--budget", "512"]
+    lines, found = planned(tmp_path, capsys, *recall, "--memory", "24GiB")
+    assert "It does not fit the 24.00 GiB of --memory. The unpatched model takes 45.46." in lines and not found["fits"]
+    text, *others = found["others"]
+    assert text == "--policy take+edie:recall=memory --budget 512"
+    assert others[-2:] == [f"--policy take+edie --budget 512{chunks}" for chunks in ("", " --chunk-size 512")]
+    assert all(each["device_bytes"] <= 24 * 2**30 for each in found["others"].values())
+    lines, found = planned(tmp_path, capsys, *recall, "--memory", "80GiB")
+    assert found["fits"] and [*found["others"]] == ["--policy take+edie --budget 1.0"]
+    lines, found = planned(tmp_path, capsys, "--budget", "1.0", "--memory", "80GiB")
+    assert found["fits"] and not found["others"] and not any("TFLOP" in line for line in lines)
+    assert max(map(len, lines)) <= 120
+    lines, found = planned(tmp_path, capsys, "--budget", "4096", "--memory", "16.4GiB")
+    assert [*found["others"]] == ["--policy take+edie:recall=memory,recall_kv=int4 --budget 4096"]
+    lines, found = planned(tmp_path, capsys, "--policy", "streaming", "--budget", "4096", "--memory", "24GiB")
+    assert [*found["others"]] == [f"--policy streaming --budget {n}" for n in (16384, 8192)]  # it cannot recall
+    lines, found = planned(tmp_path, capsys, "--policy", "snapkv", "--budget", "512", "--memory", "17GiB")
+    assert not found["fits"] and "--policy snapkv --budget 512 --chunk-size 4096" in found["others"]
+    lines, found = planned(tmp_path, capsys, *recall, "--memory", "24GiB", "--device", "cpu")
+    assert not any("memory" in text for text in found["others"])
 
 
 def test_shape_errors():
