@@ -39,6 +39,18 @@ def of_share(meter: Any, policy: Any, asked: str, stacklevel: int) -> None:
     once(("share", policy.budget), f"{kept:.1%} of the {tokens} tokens are kept, and {told[asked]}", stacklevel)
 
 
+def of_later_questions(question: str, recalls: bool) -> None:
+    """Warn, once, of a policy for known questions that reads a text without its questions and does not recall. The
+    arguments are the policy's `question` and `recall`."""
+    if question == "known" and not recalls:
+        once(
+            "later",
+            "a Pipeline's questions come after its text, and this policy keeps what a question in the prompt attends "
+            "to: give recall=True, with which each question chooses from all tokens, or leave the policy out",
+            stacklevel=3,
+        )
+
+
 def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
     """Warn of a prompt that is longer than the model's context, of recall=True with decode=True, and of a cache whose
     slots were chosen for an earlier question. `seen` is the number of tokens of each row, those in the cache

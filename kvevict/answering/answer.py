@@ -158,13 +158,15 @@ class Pipeline:
     pipe(context, question="Who is the captain?")["answer"]
     pipe(context, questions=["Who?", "Where?"])["answers"]
 
-    policy and options are as `kvevict.read` takes them and are checked at once. A call takes `context` (a text or a
+    policy and options are as `kvevict.read` takes them and are checked at once; a warning tells of a policy for known
+    questions without recall. A call takes `context` (a text or a
     cache) and batch_size=, max_new_tokens=, ... as `kvevict.answer` does.
     """
 
     def __init__(self, model: Any, tokenizer: Any, policy: str | Policy | None = None, **options: Any) -> None:
         self.model, self.tokenizer, self.policy, self.options = model, tokenizer, policy, options
-        _chosen(find_decoder(model), policy, options)
+        chosen = _chosen(find_decoder(model), policy, options).policy
+        cautions.of_later_questions(chosen.question, chosen.recall)
 
     def __call__(
         self, context: str | EvictionCache, question: str | None = None, *, questions: Iterable[str] | None = None,

@@ -67,7 +67,7 @@ FORM = "ask for JSON in a message, or use vLLM's server, which follows schemas"
 
 COMMON = {
     "model": Field(OBEYED, "the name of this server's model, or left out", TEXT),
-    "stream": Field(OBEYED, "true or false", FLAG),
+    "stream": Field(OBEYED, "true: each piece once it is written; false (default, OpenAI's): the whole answer", FLAG),
     "temperature": Field(OBEYED, "0 to 2; below 0.01 the likeliest token is taken", number(0, 2)),
     "top_p": Field(OBEYED, "above 0, up to 1", ABOVE),
     "seed": Field(OBEYED, "the same seed gives the same answer", SEED),

@@ -25,8 +25,9 @@ table() { # NAME CASES ARGUMENTS of `kvevict eval`
   local name=$1 own=$2 start=$SECONDS
   shift 2
   wanted "$name" || return 0
-  python -m kvevict eval --dtype float32 --mode known --cases "${cases:-$own}" --out "$out/$name.jsonl" \
-    "$@" ${cases:+--seeds 0} >"$out/$name.txt"
+  # In one pass unless the table has chunks, a probe being the last tokens
+  python -m kvevict eval --dtype float32 --mode known --chunk-size 0 --question last --cases "${cases:-$own}" \
+    --out "$out/$name.jsonl" "$@" ${cases:+--seeds 0} >"$out/$name.txt"
   echo "$name $((SECONDS - start)) s" >>"$out/seconds.txt"
 }
 

@@ -173,6 +173,16 @@ def test_cells_by_hand():
     ]
 
 
+def test_no_foreign_warning(tmp_path, capfd):
+    """Of the text that the prompts are cut from, which is longer than the tokenizer's limit."""
+    folder, _ = save(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | dict(model_max_length=90)))
+    words = "--policies knorm --budget 20 --lengths 60 --new-tokens 2 --repeat 1"
+    assert main(["bench", "--model", folder, *words.split()]) == 0
+    assert "indexing errors" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("words, message", [
     ("--lengths 8", "--lengths"), ("--lengths 40 4090 --new-tokens 9", "4087"), ("--repeat 0", "--repeat"),
     ("--new-tokens 1", "--new-tokens"), ("--policies snapvk", "snapkv"), ("--budget x", "--budget"),

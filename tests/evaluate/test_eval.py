@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,9 @@ from kvevict.asking.prompts import ids_of
 from kvevict.cli import main
 from kvevict.lab.evaluate import ask, intervals, summary, table
 from kvevict.lab.evaluate.results import read
+from kvevict.lab.evaluate.runs import FOUND, LAST, OWN
 from kvevict.lab.evaluate.tasks import TASKS, Case
+from kvevict.policy.building import build
 
 
 def toy_ids(case):
@@ -336,7 +339,8 @@ def test_perplexity_in_tables():
     half = NORMAL * math.sqrt(0.02 / 2)  # variance of 3.0 and 3.2: 0.02
     assert (cell.mean, cell.low, cell.high) == pytest.approx([math.exp(3.1 + d) for d in (0, -half, half)])
     assert cell.share == pytest.approx(math.exp(2.5) / math.exp(3.1))
-    assert cell.gap == pytest.approx((0.6, 12.7062 * 0.4)) and str(cell).endswith("; +0.600 ±5.082")  # Student's t
+    assert cell.gap == pytest.approx((0.6, 12.7062 * 0.4))  # Student's t
+    assert str(cell).endswith(" [few]; +0.600 [few]")
 
 
 def test_rendered():
@@ -344,20 +348,76 @@ def test_rendered():
     lines += [toy_task.line("take", 0, mode, budget=64, depth=0.5) for mode in ("known", "later")]
     text = table.render(lines).splitlines()[3:]
     assert text[0].split("  ")[0] == "policy"
-    assert [word.strip() for word in text[0].split("  ") if word][-4:] == [
-        "toy, known", "toy, later", "other, known", "other, later",
-    ]  # fmt: skip
-    assert text[2].split() == ["take", "64", "whole", "0.0", "[0,", "79]", "0%", "0.0", "[0,", "79]", "0%"]
+    heads = [word.strip() for row in text if row.startswith("policy") for word in row.split("  ")[1:] if word.strip()]
+    columns = [head for head in heads if head not in ("budget", "chunk")]
+    assert columns[-4:] == ["toy, known", "toy, later", "other, known", "other, later"]
+    assert text[2].split() == ["take", "64", "whole", "0.0", "[few]", "0%", "0.0", "[few]", "0%"]
     by_depth = table.render(lines, ("depth",)).splitlines()
     assert [row for row in by_depth if "by depth" in row] == [
         f"{task}, {mode}, by depth" for task in ("toy", "other") for mode in ("known", "later")
     ]  # fmt: skip
     at = next(n for n, row in enumerate(by_depth) if row.startswith("policy"))
     assert by_depth[at].split() == ["policy", "budget", "chunk", "0.5"]
-    assert by_depth[at + 2].split() == ["take", "64", "whole", "0.0", "[0,", "79]", "0%"]
+    assert by_depth[at + 2].split() == ["take", "64", "whole", "0.0", "[few]", "0%"]
     assert "take+edie:recall=true" in text[-2] and "read-twice" in text[-1]
     assert "read-twice" not in table.render(lines[:3])  # no question came later
     assert table.render([]) == "no results yet"
+
+
+def test_intervals_of_few_cases_are_not_shown():
+    for cases, shown in ((4, "50.0 [few] 100%"), (6, "50.0 [19, 81] 100%")):  # Wilson's of 3 of 6
+        both = [[toy_task.line("full", i % 2, id=i), toy_task.line("a", i % 2, "known", i)] for i in range(cases)]
+        lines = [line for pair in both for line in pair]
+        row = next(row for row in table.render(lines).splitlines() if row.startswith("full"))
+        assert row.split(None, 1)[1] == shown
+
+
+def test_tables_fit_a_terminal():
+    """Columns go on in further tables, long policies in further lines; nothing is lost."""
+    long = "edie:rows=probe,heads=equal,kernel=31,pool=avg,keep_first=4,alpha=0.05"
+    lines = [toy_task.line("full", 1, task=f"ruler/niah_multikey_{i}") for i in range(9)]
+    lines += [toy_task.line(long, 1, "known", budget=64, task=f"ruler/niah_multikey_{i}") for i in range(9)]
+    text = table.render(lines)
+    assert max(map(len, text.splitlines())) <= 120
+    assert all(f"ruler/niah_multikey_{i}, known" in text for i in range(9))
+    parts = [row for row in text.splitlines() if row.startswith(("edie:", "  "))]
+    assert "".join(row.split()[0] for row in parts[:2]) == long
+    assert len([row for row in text.splitlines() if row.startswith("policy")]) > 1
+
+
+def test_it_measures_what_patch_does(net, tmp_path):
+    """The policy's own chunks, and the question that the tokenizer finds; with `last` a probe is the last tokens."""
+    options = dict(policies=("take:probe=8",), modes=("known",), cases=6, budgets=(24,))
+    found = results(net, tmp_path / "found", chunk_sizes=(OWN,), question=FOUND, **options)
+    last = results(net, tmp_path / "last", chunk_sizes=(OWN,), question=LAST, **options)
+    cases = {case.id: case for case in toy(plan(cases=6).groups(tokenizer())[0][1])}
+    said = {name: [] for name in ("patch", "found", "last")}
+    for name, lines in (("found", found), ("last", last)):
+        said[name] = [line["prediction"] for line in lines if line["policy"] != "full"]
+    assert {line["chunk_size"] for line in found} == {None, build("take", budget=99).chunk_size}
+    for case in cases.values():
+        ids = torch.tensor([[*toy_ids(case)[0], *toy_ids(case)[1]]])
+        inputs = dict(inputs=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+        with evicting(net, "take", probe=8, budget=24, tokenizer=tokenizer()):
+            said["patch"].append(tokenizer().decode(net.generate(**inputs)[0, ids.shape[1] :]))
+    assert said["found"] == said["patch"] != said["last"]
+
+
+def test_what_runs_is_told(net, tmp_path, capsys):
+    """Before it is run, with the time that the first text took, and under the table."""
+    net.save_pretrained(tmp_path / "m")
+    tokenizer().save_pretrained(tmp_path / "m")
+    words = f"eval --model {tmp_path / 'm'} --out {tmp_path / 'r'} --tasks toy --lengths 60 --policies take snapkv"
+    assert main([*words.split(), "--budgets", "16", "--cases", "2", "--mode", "known"]) == 0
+    out, told = capsys.readouterr()
+    said = " ".join(told.split())
+    assert f"{tmp_path / 'm'}, float32 on cpu; tasks toy, 2 cases of each length, seed and depth; lengths 60" in said
+    assert "Policies take, snapkv with 16 slots per kv head, read in the policy's own chunks, as" in said
+    assert f"3 runs of every case; results go to {tmp_path / 'r'} " in said
+    assert re.search(r"the first text took \d+ s, all take about \d+ s", said) and "6/6" in said
+    assert "The policy finds the question as `kvevict.patch` does." in " ".join(out.split()).partition("Ran: ")[2]
+    assert main([*words.split(), "--budgets", "16", "--cases", "2", "--mode", "known", "--table-only"]) == 0
+    assert capsys.readouterr().out.partition("Ran: ")[2] == out.partition("Ran: ")[2]
 
 
 @pytest.mark.parametrize("words, message", [

@@ -221,7 +221,7 @@ def test_tables():
     # Each value is a cluster: Student's interval.
     assert intervals.clustered([1.0, 2.0, 4.0], "abc") == pytest.approx(intervals.student([1.0, 2.0, 4.0]))
     text = table.render(lines)
-    assert "66.7 [21, 94] of 3/4; +0.400 ±" in text
+    assert "66.7 [few] of 3/4; +0.400 [few]" in text  # three of the full cache's, two texts
     cost = [row.split()[3:] for row in text.splitlines() if row.startswith("a ")][-1]
     assert cost == ["2.00", "1.00", "3.00", "0.50", "0.50"]
 

@@ -125,7 +125,10 @@ def test_command(tmp_path, capsys):
            "--budgets", "48", "--cases", "2"]  # fmt: skip
     assert main(run) == 0
     printed = capsys.readouterr().out
-    assert "its table of chunk sizes: 10 beats 3 " in printed and "nats of KL" in printed
+    assert "its table of chunk sizes: 10 beats 3: chunkkv against chunkkv:c=3\n" in printed and "nats of KL" in printed
+    assert max(map(len, printed.splitlines()[:-1])) <= 120  # the last line is JSON
+    rows = [row.split() for row in printed.splitlines() if " nats of KL " in row]
+    assert rows and all(row[5] == "[few]" and row[8:] == ["2", "open"] for row in rows)  # of two cases
     settings, *found = map(json.loads, Path(out).read_text().splitlines())
     assert settings["settings"]["protocol"] == "chunkkv" and settings["settings"]["layers"] == 4
     assert {line["policy"] for line in found} >= {"full", "chunkkv", "chunkkv:c=3", "snapkv:pool=none"}
@@ -137,15 +140,18 @@ def test_command(tmp_path, capsys):
     Path(out).write_text("".join(json.dumps(each) + "\n" for each in [settings, *found]))
     assert main([*run[:1], "--out", out, "--table-only"]) == 0
     plain = capsys.readouterr().out.splitlines()
-    assert plain[:-1] == printed.splitlines()[: len(plain) - 1] and "its table of chunk sizes" not in " ".join(plain)
+    told = next(at for at, row in enumerate(plain) if row.startswith("Ran: "))
+    assert plain[:told] == printed.splitlines()[:told] and "its table of chunk sizes" not in " ".join(plain)
     assert main([*run[:3], "--out", out, "--table-only"]) == 0
-    assert capsys.readouterr().out == printed
+    again = capsys.readouterr().out
+    assert again.partition("ChunkKV (Liu")[2] == printed.partition("ChunkKV (Liu")[2]
 
 
 @pytest.mark.parametrize("arguments, said", [
     (["--protocol", "takes"], "unknown protocol 'takes'"),
     (["--protocol", "take", "--policies", "h2o"], "--policies and --protocol exclude each other"),
     (["--protocol", "take", "--chunk-size", "64"], "--chunk-size and --protocol exclude each other"),
+    (["--protocol", "take", "--question", "found"], "--question and --protocol exclude each other"),
     (["--protocol", "take", "--budgets", "0.1"], "--budgets 0.1: a protocol's budgets are whole numbers of slots"),
 ])  # fmt: skip
 def test_refused(arguments, said, tmp_path, capsys):

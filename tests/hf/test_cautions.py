@@ -112,6 +112,18 @@ def test_a_smaller_share_than_was_measured_is_told(net):
             assert not told(lambda: net.generate(**inputs, max_new_tokens=2))
 
 
+def test_a_pipeline_s_questions_come_later(net):
+    """A policy for known questions is told of once, unless it recalls."""
+
+    def made(*policy, **options):
+        return told(lambda: kvevict.Pipeline(net, tiny.byte_tokenizer(), *policy, budget=90, **options))
+
+    for policy in ("keydiff", "kvzip", None):
+        assert not made(policy)
+    assert not made("snapkv", recall=True) and not made(recall=True)
+    assert made("snapkv")[0].startswith("a Pipeline's questions come after its text") and not made("take+edie")
+
+
 def test_a_text_beyond_the_context(short):
     """Nothing of it is read."""
     tokenizer, calls = tiny.byte_tokenizer(), []

@@ -81,7 +81,7 @@ def make_prompts(model: torch.nn.Module, tokenizer: Tokenizer, args: Namespace) 
         )
     settings = TaskSettings(tokenizer, lengths[-1] + 200, 1)
     text = haystack(settings).passage(settings.rng("bench"), settings.length, settings)
-    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"]])  # no warning that the text, not cut yet, is long
     return {length: ids[:, :length].to(device_of(model)) for length in lengths}
 
 

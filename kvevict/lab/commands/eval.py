@@ -1,3 +1,4 @@
+import contextlib
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -23,7 +24,13 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024], help="tokens of a prompt; default 1024")
     parser.add_argument("--budgets", "--shares", nargs="+", default=["128"],
                         help="slots per kv head, shares (1/8, 0.1) or bytes (64MiB); default 128")  # fmt: skip
-    parser.add_argument("--chunk-size", nargs="+", type=int, default=[0], help="tokens read at once; 0: all (default)")
+    parser.add_argument("--chunk-size", nargs="+", type=int,
+                        help="tokens read at once, 0: all; default: the policy's own, as kvevict.patch "
+                        "reads")  # fmt: skip
+    parser.add_argument("--question", choices=["found", "last"],
+                        help="found: the policy finds a known question as kvevict.patch does (default); last: a probe "
+                        "is the prompt's last tokens, or the question where the task names it, as with "
+                        "--protocol")  # fmt: skip
     parser.add_argument("--mode", choices=["known", "later", "both", "other"], default="both",
                         help="question known or later; default both; other, for turns: each asked of the slots that "
                         "the turn before chose")  # fmt: skip
@@ -45,6 +52,7 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
     from ...train.processes import Processes
     from ..evaluate.results import read
     from ..evaluate.table import render
+    from ..evaluate.told import described
 
     if not args.table_only:
         try:
@@ -60,6 +68,9 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
     if set(args.by) - tags and lines:
         raise ValueError(f"--by {' '.join(args.by)}: the cases' tags are {', '.join(sorted(tags))}; give some of them")
     tables = [render(lines, tuple(args.by))]
+    if lines:
+        with contextlib.suppress(KeyError, TypeError):  # a file of an earlier version may lack settings
+            tables.append(f"\nRan: {described(settings)}")
     settings["protocol"] = args.protocol or settings.get("protocol")
     if settings["protocol"]:
         tables.append(_claims(settings, lines))
@@ -70,7 +81,7 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
 def _evaluate(args: Namespace) -> None:
     from ...policy.checks import count
     from ..evaluate.run import Evaluation, evaluate
-    from ..evaluate.runs import MODES
+    from ..evaluate.runs import FOUND, MODES, OWN
     from ..evaluate.tasks import find
 
     for name in args.tasks:
@@ -82,17 +93,18 @@ def _evaluate(args: Namespace) -> None:
             raise ValueError(f"--{name} is missing: give at least one")
     for name in ("cases", "lengths", "chunk_size", "batch_size"):
         values = getattr(args, name)
-        for value in values if isinstance(values, list) else [values]:
+        for value in values if isinstance(values, list) else [1 if values is None else values]:
             count(f"--{name.replace('_', '-')}", value, int(name != "chunk_size"))
     if args.temperature is not None and not args.temperature > 0:
         raise ValueError(f"--temperature must be above 0, got {args.temperature}; leave it out for the likeliest token")
     chosen = dict(depths=tuple(args.depths)) if args.depths else {}
+    chunk_sizes = tuple(OWN if size is None else size or None for size in args.chunk_size or (None,))
     plan = Evaluation(
         tasks=tuple(args.tasks), lengths=tuple(args.lengths), policies=tuple(args.policies),
-        budgets=tuple(map(number, args.budgets)), chunk_sizes=tuple(size or None for size in args.chunk_size),
+        budgets=tuple(map(number, args.budgets)), chunk_sizes=chunk_sizes,
         modes=MODES[:2] if args.mode == "both" else (args.mode,), seeds=tuple(args.seeds), cases=args.cases,
         haystack=args.haystack, data=args.data, temperature=args.temperature,
-        protocol=args.protocol, adapter=args.adapter, draft=args.draft, **chosen,
+        protocol=args.protocol, adapter=args.adapter, draft=args.draft, question=args.question or FOUND, **chosen,
     )  # fmt: skip
     plan.runs(), plan.groups(None)  # both raise ValueError for mistakes, before the model is loaded
     check_file("--out", args.out)
@@ -103,14 +115,16 @@ def _evaluate(args: Namespace) -> None:
 def _protocol(args: Namespace) -> None:
     """Set the arguments that a protocol determines. Raises ValueError for arguments that contradict the protocol."""
     from ..evaluate.protocols import PROTOCOLS, TASKS
+    from ..evaluate.runs import LAST
 
     PROTOCOLS.find(args.protocol)
-    for name, empty in (("policies", []), ("chunk_size", [0])):
-        if getattr(args, name) != empty:
+    for name, same in (("policies", [[]]), ("chunk_size", [None, [0]]), ("question", [None, LAST])):
+        if getattr(args, name) not in same:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} and --protocol exclude each other: a protocol names its own; leave one out")
     if fractions := [budget for budget in args.budgets if not isinstance(number(budget), int)]:
         raise ValueError(f"--budgets {fractions[0]}: a protocol's budgets are whole numbers of slots; give e.g. 64")
+    args.chunk_size, args.question = [0], LAST  # of runs that name no chunks; the paper's read in one pass
     args.tasks = args.tasks or list(TASKS)
     args.mode = "known" if args.mode == "both" else args.mode
 

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class AskedCase:
     seed: int = 0
     temperature: float | None = None  # sampling temperature, with equal noise in all runs; None: the likeliest token
     response: list[int] | None = None  # ids that the full run generated; None before the full run
+    finds: bool = False  # whether the question is found as `kvevict.patch` finds it; else the task or the rows tell it
     logits: Tensor | None = None  # fidelity: the full cache's logits [R, vocabulary], which predict the response
 
     def scored(self, run: RunSpec) -> list[int] | None:
@@ -97,17 +98,18 @@ def read(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, al
     """Read a case's context under a run's policy or, with alone=False, context and question in one call."""
     prompt, scored = asked.prompt, asked.scored(run)
     ids, later = (prompt.context, prompt.question) if alone else (prompt.context + prompt.question, [])
-    chosen = options = None
+    chosen, options, finds = None, None, False
     observes: AbstractContextManager = nullcontext()
     if run != FULL:
         named = parse_policy(run.policy)[1]
         following = later + ((asked.response or []) if scored is None else scored)
         chosen = policy_for(run, len(ids), following, asked.case.task, model).with_tokenizer(tokenizer)
-        if prompt.said is not None and not alone and "probe" in options_of(chosen.policy) and "probe" not in named:
+        finds, probes = asked.finds and not alone, "probe" in options_of(chosen.policy) and "probe" not in named
+        if prompt.said is not None and not (alone or finds) and probes:
             observes = observing(prompt.said)
         options = named | options_of(chosen.policy)
         options.pop("ids", None)
-    with _patched(model, chosen), observes, within(asks=not alone):
+    with _patched(model, chosen, tokenizer if finds else False), observes, within(asks=not alone):
         start = now(model)
         out = model(as_row(model, ids), use_cache=True, logits_to_keep=1)
         seconds = now(model) - start
@@ -210,9 +212,12 @@ def _asking(model: Module, tokenizer: Tokenizer, chosen: Chosen | None) -> Abstr
     return _patched(model, None if chosen is None else KEEP_ALL)
 
 
-def _patched(model: Module, chosen: Chosen | Policy | None) -> AbstractContextManager:
-    """Return a context manager that patches a model with a policy; with None it leaves the model unchanged."""
-    return nullcontext() if chosen is None else evicting(model, chosen, tokenizer=False)
+def _patched(
+    model: Module, chosen: Chosen | Policy | None, tokenizer: Tokenizer | Literal[False] = False
+) -> AbstractContextManager:
+    """Return a context manager that patches a model with a policy, which finds a question by the tokenizer, if there is
+    one; with None it leaves the model unchanged."""
+    return nullcontext() if chosen is None else evicting(model, chosen, tokenizer=tokenizer)
 
 
 def forked(cache: Cache) -> Any:

@@ -1,6 +1,7 @@
 """Tests a protocol's claims on results: for each claim the mean difference between its two sides over the same cases,
 the mean's 95 % interval, and a verdict."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,9 @@ from .intervals import student
 from .protocols import PROTOCOLS, pairs
 from .results import CASE, Line
 from .runs import FULL, RunSpec
+from .summary import FEW
 from .tasks import FIDELITY, PERPLEXITY
+from .told import WIDTH
 
 SEEN, CONTRADICTED, OPEN = "yes", "no", "open"
 FEWEST = 10  # fewest cases for a verdict
@@ -84,29 +87,37 @@ def render(
     lines: list[Line], name: str, budgets: Sequence[int], mode: str, layers: int,
     adapter: str | None = None, draft: str | None = None,
 ) -> str:  # fmt: skip
-    """Make the table of a protocol's claims, with a row for each claim and kind of score (`UNITS`)."""
-    table = [["claim", "better", "than", "of", "difference", "95 %", "won", "lost", "cases", "seen"]]
-    kinds = {kind: scores(lines, kind) for kind in UNITS}
+    """Make the list of a protocol's claims and the table of their numbers, with a row for each claim and kind of score
+    (`UNITS`)."""
+    table = [["claim", "of", "difference", "95 %", "won", "lost", "cases", "seen"]]
+    kinds, said = {kind: scores(lines, kind) for kind in UNITS}, []
     for claim, sides in pairs(name, budgets, mode, layers, adapter, draft):
+        rows = []
         for kind, known in kinds.items():
             found = compared(known, sides, kind)
             if found is None:
                 continue
             margin, scale = (claim.margin or 0) * usual(known, sides, kind), 100 if kind == ANSWERS else 1
-            table.append([
-                claim.says, *(run.policy for run in sides[0]), UNITS[kind], f"{scale * found.mean:+.3g}",
-                f"[{scale * found.low:+.3g}, {scale * found.high:+.3g}]", str(found.won), str(found.lost),
-                str(found.cases), found.verdict(margin),
+            interval = f"[{scale * found.low:+.3g}, {scale * found.high:+.3g}]" if found.cases >= FEW else "[few]"
+            rows.append([
+                UNITS[kind], f"{scale * found.mean:+.3g}", interval, str(found.won), str(found.lost), str(found.cases),
+                found.verdict(margin),
             ])  # fmt: skip
+        if rows:
+            better, than = (run.policy for run in sides[0])
+            said.append(textwrap.fill(f"{len(said) + 1}. {claim.says}: {better} against {than}", WIDTH,
+                                      subsequent_indent="   ", break_on_hyphens=False))  # fmt: skip
+            table += [[str(len(said)), *row] for row in rows]
     about = PROTOCOLS.find(name)
-    text = "\n".join([CAPTION, *(f"Not tested here: {line}" for line in about.cannot)])
-    return f"{about.paper}\n\n{grid(table, left=len(table[0]))}\n\n{text}"
+    cannot = [textwrap.fill(f"Not tested here: {line}", WIDTH) for line in about.cannot]
+    parts = [about.paper, "\n".join(said), grid(table, left=len(table[0])), "\n".join([CAPTION, *cannot])]
+    return "\n\n".join(part for part in parts if part)
 
 
 CAPTION = (
     "difference: the mean over cases, each case's being its mean over the budgets; above 0 where the claim's side is\n"
     "better (nats of KL: nearer to the full cache; nats a token: the text is likelier). seen: yes, the interval\n"
-    "supports the claim; no, it contradicts it; open, it does neither, no case differs, or there are fewer than "
-    f"{FEWEST}.\n"
-    "Claims of about as good allow for 5 % of the full cache's score, or of the divergence or nats above its own."
+    f"supports the claim; no, it contradicts it; open, it does neither, no case differs, or there are under {FEWEST}\n"
+    f"([few]: under {FEW}). Claims of about as good allow for 5 % of the full cache's score, or of the divergence or\n"
+    "nats above its own."
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...policy.checks import PLENTY, byte_count, parsed
+from .runs import LAST
 from .tasks import FIDELITY
 
 CASE = ("task", "id", "seed")
@@ -123,6 +124,7 @@ def read(path: str | Path) -> tuple[dict, list[Line]]:
         settings = None
     if not isinstance(settings, dict):
         raise ValueError(f"{path} holds no results of `kvevict eval`, settings first, in lines; give another file")
+    settings.setdefault("question", LAST)  # in files of earlier versions
     if isinstance(settings.get("modes"), list):
         settings["modes"] = [OLD_MODES.get(str(mode), mode) for mode in settings["modes"]]
     return settings, [_line(path, *numbered) for numbered in enumerate(rest[:-1], 2)]

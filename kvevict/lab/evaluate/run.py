@@ -17,14 +17,16 @@ from ...asking.prompts import Tokenizer
 from ...engine.memory import mapped
 from ...models import families
 from ...models.compat import cache_of
+from ...models.families import device_of
 from ...models.weights import fingerprint
 from ...patch import find_decoder
 from ...train.processes import Processes
 from . import protocols
 from .ask import AskedCase, ReadResult, ask, ask_together, encode, read
 from .results import Line, Results
-from .runs import FULL, MODES, RunSpec, policy_for, reads_alone, specs
+from .runs import FOUND, FULL, LAST, MODES, RunSpec, policy_for, reads_alone, specs
 from .tasks import Case, TaskSettings, find
+from .told import Progress, described
 from .turns import converse
 
 
@@ -37,7 +39,7 @@ class Evaluation:
     lengths: tuple[int, ...]
     policies: tuple[str, ...]
     budgets: tuple[int | float | str, ...]
-    chunk_sizes: tuple[int | None, ...] = (None,)
+    chunk_sizes: tuple[int | str | None, ...] = (None,)
     modes: tuple[str, ...] = MODES[:2]
     seeds: tuple[int, ...] = (0,)
     cases: int = 20  # number of cases per length and seed, and per depth if the task has depths
@@ -48,6 +50,7 @@ class Evaluation:
     protocol: str | None = None  # name of a paper's protocol, whose policies and chunk sizes replace those above
     adapter: str | None = None  # folder of a lookahead adapter, for a protocol that needs one
     draft: str | None = None  # folder of a smaller model that drafts, for a protocol that needs one
+    question: str = LAST  # `FOUND` or `LAST`: what observes where the question is known
 
     def runs(self, layers: int = 1) -> list[RunSpec]:
         """List all runs, `full` first, for a model in which `layers` layers evict. Raises ValueError for a policy that
@@ -93,12 +96,11 @@ def evaluate(
         processes = Processes().join()
         first = processes.rank == 0
         if first and shared is None:
-            print(f"{len(runs)} runs of every case; results go to {out}", file=sys.stderr)
+            told = described(about | dataclasses.asdict(plan), str(device_of(model)))
+            print(f"{told}\n{len(runs)} runs of every case; results go to {out}", file=sys.stderr, flush=True)
         results = stack.enter_context(Results(out, about | dataclasses.asdict(plan))) if first else None
         keys, responses = processes.broadcast((results.keys, results.responses) if first else None)
-        bar = stack.enter_context(
-            tqdm(desc="evaluating", unit="run", disable=None if first and shared is None else True)
-        )
+        bar = stack.enter_context(Progress(first and shared is None))
         for done, (task, settings) in enumerate(groups):
             cases = list(task(settings))
             if len({case.id for case in cases}) < len(cases):
@@ -108,7 +110,7 @@ def evaluate(
                 case.id: [r for r in runs if (case.task, case.id, settings.seed, *dataclasses.astuple(r)) not in keys]
                 for case in cases
             }
-            bar.update(len(cases) * len(runs) - sum(map(len, missing.values())))
+            bar.skip(len(cases) * len(runs) - sum(map(len, missing.values())))
 
             def measure(text: list, missing: dict = missing, settings: TaskSettings = settings) -> Iterator[Line]:
                 for case in text:
@@ -118,6 +120,7 @@ def evaluate(
 
             texts = [list(group) for _, group in itertools.groupby(cases, lambda case: case.context)]
             texts = [text for text in texts if any(missing[case.id] for case in text)]
+            bar.begin(sum(len(missing[case.id]) for case in texts[0]) if texts else 0)
             for line in processes.lines(texts, measure):
                 results.write(line)
                 (shared or bar).update()
@@ -133,7 +136,8 @@ def _lines(
     asked = {}
     for case in cases:
         response = responses.get((case.task, case.id, seed))
-        asked[case.id] = AskedCase(case, encode(model, tokenizer, case), seed, plan.temperature, response)
+        finds = plan.question == FOUND
+        asked[case.id] = AskedCase(case, encode(model, tokenizer, case), seed, plan.temperature, response, finds)
 
     def line(case: Case, run: RunSpec, measured: Line) -> Line:
         about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)

@@ -24,12 +24,16 @@ from torch.nn import Module
 
 from ...patch import slot_bytes
 from ...policy.building import Chosen, choose
-from ...policy.checks import byte_count
+from ...policy.checks import PLENTY, byte_count
 from ...policy.policy import Policy
 from ...policy.text import CALIBRATED, parse_policy
 
 MODES = ("known", "later", "other")
 ONE_PASS = 2**30  # a chunk size above every prompt's length
+# What observes where the question is known: the question that `kvevict.patch` finds; or the prompt's last tokens and,
+# where the task names its question, that
+FOUND, LAST = "found", "last"
+OWN = "own"  # in place of a chunk size: the policy's, with which `kvevict.patch` reads
 KEEP_ALL = Policy(score="knorm", budget=2**30)
 OBSERVERS = ("window", "probe", "recent")  # options, in tokens, that `policy_for` limits to half of the budget
 
@@ -48,16 +52,22 @@ FULL = RunSpec("full")
 
 
 def specs(
-    policies: Iterable[str], budgets: Iterable[int | float | str], chunk_sizes: Iterable[int | None],
+    policies: Iterable[str], budgets: Iterable[int | float | str], chunk_sizes: Iterable[int | str | None],
     modes: Iterable[str],
 ) -> Iterator[RunSpec]:  # fmt: skip
-    """Yield the runs of every policy, budget, chunk size and mode. A policy that is a file of `kvevict calibrate` has
-    its own budget and chunk size."""
+    """Yield the runs of every policy, budget, chunk size (`OWN`: the policy's) and mode. A policy that is a file of
+    `kvevict calibrate` has its own budget and chunk size."""
     for name in policies:
         given = parse_policy(name)[1] if name.endswith(CALIBRATED) else {}
         own = [given["budget"]] if given else budgets
-        sizes = [given["chunk_size"]] if given else chunk_sizes
+        sizes = [given["chunk_size"]] if given else [_chunks(name) if size == OWN else size for size in chunk_sizes]
         yield from itertools.starmap(RunSpec, itertools.product([name], own, sizes, modes))
+
+
+def _chunks(policy: str) -> int | None:
+    """Return a policy's own chunk size; None: it reads a prompt in one pass."""
+    name, given = parse_policy(policy)
+    return choose(name, **dict(given, budget=PLENTY, chunk_size=None)).policy.chunk_size
 
 
 def options_of(policy: Policy) -> dict[str, Any]:

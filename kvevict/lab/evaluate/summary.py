@@ -11,6 +11,7 @@ from .results import Line
 from .runs import FULL, MODES
 from .tasks import FIDELITY, PERPLEXITY
 
+FEW = 5  # fewest cases whose interval is shown: with fewer it is nearly everything, or all that equal cases leave
 NOT_IN_PERCENT = (PERPLEXITY, FIDELITY)
 
 
@@ -29,9 +30,10 @@ class ScoreCell:
 
     def __str__(self) -> str:
         if self.metric == PERPLEXITY:
-            gap = "" if self.gap is None else f"; {self.gap[0]:+.3f} ±{self.gap[1]:.3f}"
-            return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]{gap}"
-        return f"{100 * self.mean:.1f} [{100 * self.low:.0f}, {100 * self.high:.0f}]{_percent(self.share)}"
+            shown = f"{self.mean:.2f} {_interval(self.low, self.high, self.cases, 2)}"
+            return shown if self.gap is None else f"{shown}; {self.gap[0]:+.3f} {_half(self.gap[1], self.cases)}"
+        interval = _interval(100 * self.low, 100 * self.high, self.cases)
+        return f"{100 * self.mean:.1f} {interval}{_percent(self.share)}"
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,12 @@ class QuestionsCell:
     dnll: float  # mean over all questions of the right answer's nats per token, minus the full cache's
     half: float  # half the width of dnll's 95 % interval, where questions about one text may be correlated
     metric: str
+    texts: int  # number of texts that the questions are about
 
     def __str__(self) -> str:
-        right = f"{100 * self.mean:.1f} [{100 * self.low:.0f}, {100 * self.high:.0f}] of {self.counted}/{self.cases}"
-        return f"{right}; {self.dnll:+.3f} ±{self.half:.3f}"
+        interval = _interval(100 * self.low, 100 * self.high, self.counted)
+        right = f"{100 * self.mean:.1f} {interval} of {self.counted}/{self.cases}"
+        return f"{right}; {self.dnll:+.3f} {_half(self.half, self.texts)}"
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,9 @@ def _questions(pairs: list[tuple[Line, Line]], metric: str) -> QuestionsCell:
     dnll = [line["nats"] - base["nats"] for line, base in pairs] or [math.nan]
     texts: list = [_text(line) for line, _ in pairs] or [None]
     middle = of_scores(scores) if scores else (0.0, 0.0, 1.0)
-    return QuestionsCell(*middle, len(scores), len(pairs), sum(dnll) / len(dnll), clustered(dnll, texts), metric)
+    return QuestionsCell(
+        *middle, len(scores), len(pairs), sum(dnll) / len(dnll), clustered(dnll, texts), metric, len(set(texts))
+    )
 
 
 def _text(line: Line) -> tuple:
@@ -161,6 +167,14 @@ def _case(line: Line) -> tuple:
 
 def _exp(x: float) -> float:
     return math.inf if x > 709 else math.exp(x)
+
+
+def _interval(low: float, high: float, cases: int, digits: int = 0) -> str:
+    return "[few]" if cases < FEW else f"[{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def _half(half: float, cases: int) -> str:
+    return "[few]" if cases < FEW else f"±{half:.3f}"
 
 
 def _percent(share: float | None) -> str:

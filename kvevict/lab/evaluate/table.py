@@ -1,12 +1,16 @@
 """Renders results as tables."""
 
+import re
 from collections.abc import Sequence
 from statistics import median
 
 from ...commands import grid
 from .results import Line
-from .summary import Summary, averages, summarize
+from .summary import FEW, Summary, averages, summarize
 from .tasks import FIDELITY
+from .told import WIDTH
+
+LONGEST = 44  # characters of a policy's text in one line of a table
 
 
 def render(lines: list[Line], by: Sequence[str] = ()) -> str:
@@ -19,9 +23,9 @@ def render(lines: list[Line], by: Sequence[str] = ()) -> str:
     other = any(line["mode"] == "other" for line in lines)
     parts = [CAPTION + NEAR * near + OTHER * other + LIKELY * likely, *_tables(summarize(lines, by), by)]
     if alone := [line for line in lines if "ask_seconds" in line]:
-        parts += [COSTS, _left(_costs(alone, COLUMNS))]
+        parts += [COSTS, fitted(_costs(alone, COLUMNS), 3)]
     if turns := [line for line in lines if "turn" in line["tags"]]:
-        parts += [TURNS, _left(_costs(turns, OF_TURNS, "mode", "turn"))]
+        parts += [TURNS, fitted(_costs(turns, OF_TURNS, "mode", "turn"), 5)]
     if any(line["mode"] == "later" for line in lines):
         parts.append(LATER)
     return "\n\n".join(parts)
@@ -35,12 +39,12 @@ def _tables(summary: Summary, by: Sequence[str]) -> list[str]:
             if means := averages(summary, mode):
                 heads = {f"average, {mode}": (None, (), mode)} | heads
                 summary = {row: cells | {(None, (), mode): means.get(row, "")} for row, cells in summary.items()}
-        parts.append(_left(_cells(summary, heads)))
+        parts.append(fitted(_cells(summary, heads), 3))
         columns = []
     for task, mode in dict.fromkeys((task, mode) for task, _, mode in columns):
         values = sorted((value for other, value, its in columns if (other, its) == (task, mode)), key=_place)
         heads = {" ".join(map(str, value)): (task, value, mode) for value in values}
-        parts += [f"{task}, {mode}, by {' and '.join(by)}", _left(_cells(summary, heads))]
+        parts += [f"{task}, {mode}, by {' and '.join(by)}", fitted(_cells(summary, heads), 3)]
     return parts
 
 
@@ -70,8 +74,8 @@ def _place(value: tuple) -> list:
 
 
 CAPTION = (
-    "Score in %, its 95 % interval, its share of the full cache's (perplexity: nats a token above it). known: the\n"
-    "question is known while the prompt is read; later: it comes after the context was compressed."
+    f"Score in %, its 95 % interval ([few]: under {FEW} cases), its share of the full cache's (perplexity: nats a\n"
+    "token above it). known: the question is known while the prompt is read; later: it comes after the text was read."
 )
 NEAR = (
     "\nfidelity: mean KL divergence from the full cache's next-token distributions in nats, and the share of equal\n"
@@ -114,6 +118,29 @@ def _setting(budget: float | None, chunk: int | None) -> list:
     return ["", ""] if budget is None else [str(budget), str(chunk or "whole")]
 
 
-def _left(table: Sequence[Sequence[str]]) -> str:
-    """Format rows of text, the head first, in left-aligned columns."""
-    return grid(table, left=len(table[0]))
+def fitted(table: Sequence[Sequence[str]], fixed: int = 1) -> str:
+    """Format rows of text, the head first, in left-aligned columns and at most `WIDTH` characters a line. Long texts of
+    the first column go on in further lines; columns that do not fit follow in further tables, each with the first
+    `fixed` columns."""
+    rows: list[list[str]] = []
+    for first, *others in table:
+        lines = _wrapped(first)
+        rows += [[lines[0], *others], *([line, *("" for _ in others)] for line in lines[1:])]
+    widths = [max(map(len, column)) + 2 for column in zip(*rows)]
+    blocks: list[list[int]] = [[]]
+    for at in range(fixed, len(widths)):
+        if blocks[-1] and sum(widths[:fixed]) + sum(widths[each] for each in blocks[-1]) + widths[at] > WIDTH + 2:
+            blocks.append([])
+        blocks[-1].append(at)
+    each = ([[row[at] for at in (*range(fixed), *block)] for row in rows] for block in blocks)
+    return "\n\n".join(grid(part, left=len(part[0])) for part in each)
+
+
+def _wrapped(text: str) -> list[str]:
+    """Split a policy's text after commas, so that no line has more than `LONGEST` characters unless a part has."""
+    lines = [""]
+    for part in re.findall("[^,]*,|[^,]+", text) or [""]:
+        if lines[-1] and len(lines[-1]) + len(part) > LONGEST:
+            lines.append("  ")
+        lines[-1] += part
+    return lines
