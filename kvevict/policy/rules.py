@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from .heads import Flat
 from .inputs import as_needs
 from .parts import PARTS, written
-from .rows.window import All, NoRows
+from .rows.window import All, NoRows, Window
 from .run import Run
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ RULES = (
      "attention in blocks is that of the chunk's own rows: rows='all'"),
     (lambda p: _needs(p, "block_attention") and p.decode,
      "decoded tokens do not make a block, so their worth is not known before the next prompt: decode=False"),
+    (lambda p: _needs(p, "products") and type(p.rows) is not Window,
+     "products q k are of a window's rows: rows='window'"),
     (lambda p: p.recall and type(p.rows) is NoRows,
      "recall=True: a turn's observing rows choose the slots, and rows='none' has none: take take+edie or snapkv"),
     (lambda p: p.recall and p.carry != "none",

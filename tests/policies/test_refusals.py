@@ -45,6 +45,10 @@ REFUSED = [  # (text, reason); a budget of 64 where it names none
     ("kvzip:rows=window", "rows='repeat'"), ("kvzip:tsp=1", "tsp=None"),
     ("kvzip:decode=true", "decode=False"), ("compactor:rows=window", "rows='all'"),
     ("compactor:decode=true", "decode=False"), ("expected:rows=drafted", "rows='none'"),
+    ("chunkkv:score=products,rows=last", "rows='window'"), ("chunkkv:over_kept=1", "over_kept must be True or False"),
+    ("take:ema=after", "unknown ema"), ("take:per_query=true,layers=tada,warmup_layers=none", "only rank"),
+    ("snapkv+caote:squared=2", "squared must be"), ("snapkv:keep_window=0", "keep_window must be True or False"),
+    ("lookahead:window=-1", "window must be at least 0"),
     ("gate:rows=drafted,budget=80", "a draft comes once"), ("gate:rows=repeat,budget=80", "rows='none'"),
     # layers
     ("snapkv:layers=tada,n_reuse=2", "measures every layer"),
