@@ -56,6 +56,8 @@ without=edie:rows=probe,heads=equal,kernel=31,pool=avg # take+edie without the f
   for protocol in lookaheadkv chunkkv take edie caote; do
     table "protocol-$protocol" 16 --protocol $protocol --lengths 1024 --budgets 64
   done
+  table perplexity 10 --tasks perplexity --lengths 1024 --budgets 64 --chunk-size 128 --policies h2o h2o:decode=False \
+    h2o+caote h2o+fastcaote tova:per_head=True tova+caote snapkv:decode=True,interval=1 snapkv+caote streaming
   table chunks 10 --tasks facts keyvalue --policies $chunks --budgets 48 64 128 256 --chunk-size 128 --seeds 0 1 2
   table chunks-needle 2 --tasks needle --policies $chunks --budgets 48 64 128 256 --chunk-size 128 --seeds 0 1 2
   table bundled-whole 2 --tasks facts keyvalue fidelity --lengths 1920 --budgets 60 120 240 --seeds 31 \
