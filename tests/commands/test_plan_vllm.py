@@ -3,6 +3,7 @@
 import pytest
 import transformers
 
+from kvevict.cli import main
 from kvevict.lab.analysis.served import served
 from kvevict.lab.analysis.shape import shape_of
 
@@ -25,3 +26,12 @@ def test_what_cannot_work_in_vllm_is_refused():
     shape = shape_of(transformers.LlamaConfig(**SMOLLM2), "bfloat16")
     with pytest.raises(ValueError, match="give 'take:warmup_layers=none'"):
         served(shape, dict(policy="take", budget=512), "model", 2 << 30, 8192)
+
+
+def test_the_command_says_the_counts(capsys):
+    assert main(["plan", "--vllm", "1MiB", "--tokens", "400", "--new-tokens", "112", "--budget", "64",
+                 "--policy", "snapkv:window=8"]) == 0  # fmt: skip
+    said = capsys.readouterr().out
+    assert said.startswith("In vLLM 1MiB for KV hold ") and "requests of 512 tokens" in said
+    assert main(["plan", "--vllm", "2", "--tokens", "400"]) == 2
+    assert "--vllm='2' is not a number of bytes" in capsys.readouterr().err

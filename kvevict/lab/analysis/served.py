@@ -1,7 +1,11 @@
 """Counts the requests that fit a memory inside vLLM, with and without kvevict (docs/vllm.md), from a config."""
 
+from argparse import Namespace
+
 import torch
 
+from ...commands import number
+from ...policy.checks import byte_count
 from ...vllm.options import VllmOptions, policy_of
 from ...vllm.shape import StateShape
 from .shape import Shape
@@ -26,11 +30,19 @@ def served(shape: Shape, given: dict[str, object], kv: str, memory: int, longest
     }
 
 
-def sentence(found: dict, memory: int, longest: int) -> str:
+def in_vllm(args: Namespace, shape: Shape) -> dict[str, object]:
+    """Say, for the arguments of `kvevict plan`, how many requests of a prompt and its answer fit a memory in vLLM."""
+    memory, longest = byte_count("--vllm", args.vllm), args.tokens + args.new_tokens
+    found = served(shape, dict(policy=args.policy, budget=number(args.budget)), args.kv, memory, longest)
+    print(sentence(found, args.vllm, longest))
+    return {"memory": memory, "longest": longest} | found
+
+
+def sentence(found: dict, memory: str, longest: int) -> str:
     """Say the result of `served` in a sentence."""
     plain, own = (found[name] for name in ("plain", "kvevict"))
     return (
-        f"In vLLM {memory / 2**30:.4g} GiB for KV hold {plain['requests']} requests of {longest} tokens "
+        f"In vLLM {memory} for KV hold {plain['requests']} requests of {longest} tokens "
         f"({plain['request_bytes'] / 1e6:.4g} MB each); with kvevict {own['requests']} of any length up to that "
         f"({own['request_bytes'] / 1e6:.4g} MB each)."
     )

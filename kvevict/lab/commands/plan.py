@@ -31,6 +31,9 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
                         help="of the model's device, such as 24GiB; default: this machine's GPU's, or this "
                         "machine's")  # fmt: skip
     parser.add_argument("--tokens", type=int, help="prompt length; default 131072, within the model's context")
+    parser.add_argument("--vllm", metavar="BYTES",
+                        help="say instead how many such requests a KV cache of vLLM holds, such as one of 2GiB, with "
+                        "and without kvevict")  # fmt: skip
     parser.add_argument("--new-tokens", type=int, default=256, help="tokens decoded after it; default 256")
     parser.add_argument("--batch", type=int, default=1, help="prompts read together; default 1")
     parser.add_argument("--costs", action="store_true", help="also the table of FLOPs, bytes and times")
@@ -44,6 +47,7 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     from ...models.loading import check_there, pretrained, small_llama
     from ..analysis.cost import UNPATCHED
     from ..analysis.fit import own_memory
+    from ..analysis.served import in_vllm
     from ..analysis.shape import shape_of
 
     if args.memory is None:
@@ -58,6 +62,8 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     shape, context = shape_of(config, args.dtype), context_of(config.get_text_config())
     if args.tokens is None:
         args.tokens = LONG if context is None else max(1, min(LONG, context - args.new_tokens))
+    if args.vllm is not None:
+        return in_vllm(args, shape)
     if context is not None and args.tokens + args.new_tokens > context:
         print(
             f"kvevict plan: warning: {args.tokens} and {args.new_tokens} more tokens exceed the model's context of "
