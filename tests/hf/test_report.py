@@ -137,7 +137,7 @@ def test_slots_after_candidates_were_removed():
 
 def test_bytes_of_an_archive_that_was_loaded(tmp_path):
     """An archive grows by its tokens' slots alone, in memory, in a folder and behind a file."""
-    model, options = shared(), dict(budget=24, window=8)
+    model, options = shared(), dict(budget=24, window=8, recall_after=0)
     slot = 4 * 2 * (2 * 32 * 4 + 4)  # layers, heads; key and value in float32, position
     for recall in (True, str(tmp_path)):
         with kvevict.evicting(model, "snapkv", recall=recall, **options), torch.no_grad():
