@@ -1,6 +1,7 @@
 """Tables and figures of EDIE and TADA."""
 
 from . import Setting, Table, crossed, methods, paper, slots
+from .measures import estimates
 from .scores import scores
 from .speed import batches, speed
 
@@ -50,6 +51,15 @@ TABLES = (
         paper={"LLaMA-3.1-8B": """
                  AdaKV  EDIE+TADA
             128  72.6   88.3"""},
+    ),
+    Table(
+        "fig3", "The 16 slots of the largest removal error (eq. 7), and those that each estimate finds", estimates,
+        {"found of 16": Setting()},
+        methods(AAS="snapkv", PAASVN="paasvn") | {
+            "EDIE without c_j": Setting(policy="edie:weight=none"), "EDIE": Setting(policy="edie"),
+        }, paper={"": """
+                         EDIE
+            found of 16  100"""},
     ),
     ablation(
         "table2", "Ablation of EDIE, TADA and alpha with 128 slots", {

@@ -79,6 +79,13 @@ TABLES = (
             T = 0.8  47.82   41.39   43.43   45.27  45.81"""},
     ),
     Table(
+        "table7", "Lookahead rows alone, and with the prompt's last 32, 64 slots", scores, {"LongBench": Setting()},
+        {**FULL, **OURS, "LookaheadKV + Suffix Window": Setting(policy="lookahead:window=32{and_adapter}")},
+        Setting(tasks="answers", budget=64), {"LLaMA3.2-1B": """
+                       FullKV  LookaheadKV  LookaheadKV + Suffix Window
+            LongBench  32.01   29.10        28.52"""},
+    ),
+    Table(
         "table8", "Importance of slots by sampled responses against the greedy one's: recall of the best 512 (at most "
         "an eighth of the slots) and Kendall's tau", responses, {"Recall": Setting(), "Tau": Setting()},
         {f"T = {t}": Setting(temperature=t) for t in (0.2, 0.4, 0.6, 0.8)}, paper={MODEL: """

@@ -218,3 +218,20 @@ def _importance(full: compare.FullCache) -> Tensor:
         pairs = _attentions(full.tokens, q, k, v, options, everything)
         layers.append(torch.stack([before[..., : full.tokens].mean((0, 1)) for before, _ in pairs]))
     return torch.stack(layers)
+
+
+def estimates(session: Session, table: Table) -> Found:
+    """EDIE figure 3: of the 16 slots outside the window whose removal moves the attention output most (eq. 7), the
+    share that is among the 16 best of each column's scores; in per cent, means over layers, kv heads and texts."""
+
+    def measure() -> Found:
+        numbers: dict[Place, list[float]] = {}
+        for ids in session.prompts():
+            exact = compare.errors(session.model, ids)
+            for (row, column), cell in table.cells().items():
+                chosen = choose(cell["policy"], budget=0.5).with_tokenizer(session.tokenizer)
+                shares = compare.found(exact, compare.scores(session.model, ids, chosen.policy))
+                numbers.setdefault((row, column), []).append(sum(shares) / len(shares))
+        return Found({place: average(values, 100) for place, values in numbers.items()})
+
+    return session.kept(table.name, sorted(map(repr, table.cells().items())), measure)

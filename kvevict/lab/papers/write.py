@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 GREY = "0.45"
 ACROSS = 4  # most panels beside each other
-LINES = 8  # rows above which points are joined by lines
+IN_ORDER = r"(layer )?[\d.,]+( %| tokens)?|all layers"  # labels of rows whose points are joined by lines
 NUMBERED = 12  # most columns of a heat map whose cells have their numbers
 
 
@@ -121,7 +122,7 @@ def picture(made: Table, found: Found) -> Figure:
         axis.set_ylabel("" if len(panels) > 1 else made.unit)
     if len(panels) == 1:
         axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
-    figure.suptitle(f"{made.name}: {made.says.partition('.')[0]}", fontsize=10, wrap=True)
+    figure.suptitle(f"{made.name}: {made.says.partition('. ')[0]}", fontsize=10, wrap=True)
     return figure
 
 
@@ -138,7 +139,7 @@ def _figure(count: int, width: float, height: float) -> tuple[Figure, list[Axes]
 
 def _points(axis: Axes, made: Table, found: Found, rows: list[str], columns: list[str]) -> None:
     """Draw our numbers with intervals, a colour per column, and the paper's as hollow marks."""
-    line = "-" if len(rows) > LINES else "none"
+    line = "-" if all(re.fullmatch(IN_ORDER, row) for row, _ in found.cells) else "none"
     for i, column in enumerate(columns):
         colour, mark = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         places = {row: x + 0.5 * ((i + 0.5) / len(columns) - 0.5) for x, row in enumerate(rows)}
