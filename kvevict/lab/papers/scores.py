@@ -120,6 +120,9 @@ def scores(session: Session, table: Table) -> Found:
             found.cells[place] = value(own, full, table.against)
         if table.kind == "map":
             found.maps[_title(place, found)] = _map(own)
+    if made_up := {group.tasks for group in lines if group.plan(session, ()).tasks == MADE_UP}:
+        names = " and ".join({"answers": "LongBench", "ruler": "RULER"}[each] for each in sorted(made_up))
+        found.notes.append(f"In place of {names} these are made-up tasks: {', '.join(MADE_UP)}.")
     if any(_mean(each) == 0 for each in _bases(lines)):
         found.notes.append("The full cache itself answers none of these questions: another model or --lengths would.")
     return found
