@@ -23,6 +23,19 @@ constexpr const char *cuda_archs = "";
 #endif
 #define KV_CPU(op) nullptr, nullptr
 
+/* Return what the last rows of attend compute. */
+kv_score &observed(kv_attend_score &a) { return a.score; }
+kv_error &observed(kv_attend_error &a) { return a.error; }
+kv_peak &observed(kv_attend_peak &a) { return a.peak; }
+
+/* Returns the reduction over the heads of a group, or nullptr if the op has none. */
+template <typename Args>
+const kv_reduce *group_of(Args &a) {
+  if constexpr (requires { a.group; }) return &a.group;
+  if constexpr (requires { observed(a).group; }) return &observed(a).group;
+  return nullptr;
+}
+
 /* Puts each size of ops.def into the field of the same name, if the struct has one, and the first tensor's dtype into
  * `dtype`. */
 template <typename Args>
@@ -32,27 +45,39 @@ void put_sizes(Args &a, const Call &call) {
   KV_SIZES(KV_PUT)
   if constexpr (requires { a.dtype; }) a.dtype = dtype_of(call.lead());
   if constexpr (requires { a.rows.B; }) put_sizes(a.rows, call);
+  if constexpr (requires { a.attend; }) put_sizes(a.attend, call);
+  if constexpr (requires { observed(a); }) put_sizes(observed(a), call);
+}
+
+void check_options(const kv_score &a) {
+  const bool summed = a.rows.weight || a.term == KV_ENTROPY;
+  STD_TORCH_CHECK(a.reduce != KV_MAX || !summed,
+                  "reduce is 'max', expected 'sum' or 'mean' with a weight or an entropy");
+}
+
+void check_options(const kv_error &a) {
+  STD_TORCH_CHECK(a.alpha >= 0, "alpha is ", a.alpha, ", expected a number >= 0");
 }
 
 /* Checks what ops.def cannot say: here, for every op, that stored slots lie within their buffers. The overloads check
  * more for some ops. */
 template <typename Args>
 void check(Args &a, const Call &call) {
+  if constexpr (requires { check_options(a); }) check_options(a);
+  if constexpr (requires { check_options(observed(a)); }) check_options(observed(a));
   if constexpr (requires { a.rows.slots; })
     call.check_inside(sizes::rows, call.rows_of(a.rows.slots.offset, a.rows.slots.len));
   if constexpr (requires { a.slots; }) call.check_inside(sizes::rows, call.rows_of(a.slots.offset, a.slots.len));
+  if constexpr (requires { a.attend; }) {
+    const int64_t R = call.size(sizes::R), T = a.attend.T;
+    STD_TORCH_CHECK(R <= T, "observers is ", R, ", expected at most the ", T, " rows of q");
+    check(a.attend, call);
+  }
 }
 
-void check(kv_score &a, const Call &call) {
-  const bool summed = a.rows.weight || a.term == KV_ENTROPY;
-  STD_TORCH_CHECK(a.reduce != KV_MAX || !summed,
-                  "reduce is 'max', expected 'sum' or 'mean' with a weight or an entropy");
-  check<>(a, call);
-}
-
-void check(kv_error &a, const Call &call) {
-  STD_TORCH_CHECK(a.alpha >= 0, "alpha is ", a.alpha, ", expected a number >= 0");
-  check<>(a, call);
+void check(kv_probe &a, const Call &) {
+  const bool whole = !a.cos == !a.sin && !a.cos == !a.partner;
+  STD_TORCH_CHECK(whole, "of cos, sin and partner some are None; give all three, or none");
 }
 
 void check(kv_compact &a, const Call &call) {
@@ -89,7 +114,8 @@ void called(Arguments args, const Kernels<Args> &kernels, StableIValue *stack) {
   Call call(args, stack);
   call.read(&a);
   put_sizes(a, call);
-  if constexpr (requires { a.group; }) call.set_size(sizes::heads, a.group == KV_NONE ? a.rows.H : a.rows.Hkv);
+  if (const kv_reduce *group = group_of(a))
+    call.set_size(sizes::heads, call.size(*group == KV_NONE ? sizes::H : sizes::Hkv));
   call.make_results(&a);
   check(a, call);
   call.run(a, kernels);

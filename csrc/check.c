@@ -93,6 +93,35 @@ kv_status kv_error_check(const kv_error *a, int counts) {
   return kv_observers_check(&a->rows, a->C, counts);
 }
 
+/* Checks attend, whose rows must be causal, and that it has R rows to observe. */
+static kv_status kv_observed_attend_check(const kv_attend *a, int64_t R, int counts) {
+  return R > a->T || a->stop ? KV_BAD_SHAPE : kv_attend_check(a, counts);
+}
+
+kv_status kv_attend_score_check(const kv_attend_score *a, int counts) {
+  const kv_status status = kv_observed_attend_check(&a->attend, a->score.rows.R, counts);
+  kv_score score = a->score;
+  if (status) return status;
+  kv_last_rows(&a->attend, &score.rows);
+  return kv_score_check(&score, counts);
+}
+
+kv_status kv_attend_error_check(const kv_attend_error *a, int counts) {
+  const kv_status status = kv_observed_attend_check(&a->attend, a->error.rows.R, counts);
+  kv_error error = a->error;
+  if (status) return status;
+  kv_last_rows(&a->attend, &error.rows);
+  return kv_error_check(&error, counts);
+}
+
+kv_status kv_attend_peak_check(const kv_attend_peak *a, int counts) {
+  const kv_status status = kv_observed_attend_check(&a->attend, a->peak.rows.R, counts);
+  kv_peak peak = a->peak;
+  if (status) return status;
+  kv_last_rows(&a->attend, &peak.rows);
+  return kv_peak_check(&peak, counts);
+}
+
 kv_status kv_kl_check(const kv_kl *a, int counts) {
   return a->N < 0 ? KV_BAD_SHAPE : kv_observers_check(&a->rows, a->C, counts);
 }
@@ -109,6 +138,12 @@ kv_status kv_norm_check(const kv_norm *a, int counts) {
 }
 
 kv_status kv_quadratic_check(const kv_quadratic *a, int counts) { return KV_ALIVE_CHECK(a, a->H, a->C, counts); }
+
+kv_status kv_probe_check(const kv_probe *a, int counts) {
+  if (a->R < 0 || kv_bad_heads(a->B, a->H, a->H, a->D, 1)) return KV_BAD_SHAPE;
+  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
+  return counts && a->partner && kv_outside(a->partner, a->D, a->D - 1) ? KV_BAD_COUNT : KV_OK;
+}
 
 kv_status kv_select_check(const kv_select *a, int counts) {
   if (a->B < 0 || a->Hkv < 0 || a->C < 0 || a->K < 0) return KV_BAD_SHAPE;

@@ -165,6 +165,44 @@ typedef struct {
   float *out;          /* [B, Hkv, C], with KV_NONE [B, H, C]; columns from n on are 0 */
 } kv_error;
 
+/* attend in which the last R of the T rows observe: out and lse of all rows, and what score, error or peak define over
+ * the observing rows, in one call and with the same bits. Of the observers' struct only R, row_first, stop, causal and
+ * weight are given, and what it adds to kv_observers, except o; kv_last_rows fills the rest. Rows of attend are causal
+ * (its stop is NULL).
+ *
+ * If span >= 0, an observing row's attention weights are those of a softmax over each head's first min(span, len)
+ * stored slots and the new ones that the row sees in attend, in place of all that it sees there (KVzip). */
+typedef struct {
+  kv_attend attend;
+  kv_score score;
+  int span; /* -1: none */
+} kv_attend_score;
+typedef struct {
+  kv_attend attend;
+  kv_error error;
+} kv_attend_error;
+typedef struct {
+  kv_attend attend;
+  kv_peak peak;
+} kv_attend_peak;
+
+/* Fills the observers of a call of attend from the call itself: the last R rows, with their lse. */
+KV_ANYWHERE void kv_last_rows(const kv_attend *a, kv_observers *x) {
+  const int64_t before = a->T - x->R, size = a->dtype == KV_F32 ? 4 : 2;
+  x->dtype = a->dtype, x->B = a->B, x->H = a->H, x->Hkv = a->Hkv, x->S = a->S, x->D = a->D;
+  x->scale = a->scale, x->softcap = a->softcap, x->slots = a->slots, x->chunk = a->chunk, x->sinks = a->sinks;
+  x->q = (const char *)a->q + before * a->q_stride[2] * size;
+  for (int i = 0; i < 3; i++) x->q_stride[i] = a->q_stride[i];
+  x->lse = a->lse + before, x->lse_stride[0] = a->H * a->T, x->lse_stride[1] = a->T;
+}
+
+/* Makes the outputs of a call of attend those of its observers. */
+KV_ANYWHERE void kv_last_outputs(const kv_attend *a, kv_error *x) {
+  const int64_t row = a->H * a->D, size = a->dtype == KV_F32 ? 4 : 2;
+  x->o = (const char *)a->out + (a->T - x->rows.R) * row * size;
+  x->o_stride[0] = a->T * row, x->o_stride[1] = row, x->o_stride[2] = a->D;
+}
+
 /* KL divergence from a target to the observing rows' mean attention, per query head (LookaheadKV eq. 5). p[i] is the
  * mean of a[r,i] over the observing rows and t the target, each divided by its sum over the first min(N, n) alive
  * slots:
@@ -232,6 +270,22 @@ typedef struct {
   int64_t linear_stride[2]; /* of b and h */
   float *out;               /* [B, H, C], columns from n on are 0 */
 } kv_quadratic;
+
+/* The exponential average of a probe's queries over a prompt's chunks (TAKE eq. 9), of each row:
+ *   out = decay[b] * Rot(past) + (1 - decay[b]) * q,   Rot(x)[d] = x[d] * cos[b,d] + x[partner[d]] * sin[b,d]
+ * Rot rotates the average to the positions of this chunk's probe; without cos, sin and partner Rot(x) = x, as eq. 9 is
+ * printed. Every product and sum is rounded to fp32. */
+typedef struct {
+  kv_dtype dtype;
+  int64_t B, H, R, D;
+  const void *q; /* [B, H, R, D] dtype, this chunk's queries */
+  int64_t q_stride[3];
+  const float *past;      /* [B, H, R, D] the average so far */
+  const float *decay;     /* [B] weight of the past, 0 for a batch row that has none */
+  const float *cos, *sin; /* [B, D] or NULL */
+  const int32_t *partner; /* [D] or NULL: the number that is paired with each, 0..D - 1 */
+  float *out;             /* [B, H, R, D] */
+} kv_probe;
 
 /* Chooses keep[b,h] slots of each head: the first protect_first[b] and the last protect_last[b] alive slots, then those
  * with the largest scores, of equal scores the lower slot first; NaN ranks below every number. */
@@ -301,10 +355,13 @@ typedef struct {
   X(score, with)             \
   X(peak, with)              \
   X(error, with)             \
+  X(attend_score, with)      \
+  X(attend_error, with)      \
+  X(attend_peak, with)       \
   X(kl, with)                \
   X(kl_grad, with)           \
   X(refine, with)            \
-  X(norm, with) X(quadratic, with) X(select, with) X(compact, with) X(decode, with)
+  X(norm, with) X(quadratic, with) X(probe, with) X(select, with) X(compact, with) X(decode, with)
 
 /* kv_<op>_check checks shapes, dtypes and, if `counts` is set, the arrays of lengths, counts and indices, which must
  * then be in the CPU's memory. kv_<op>_cpu begins with all of these checks.

@@ -84,13 +84,16 @@ static inline kv_status kv_observe_end(kv_observe *job) {
 /* Scratch for a tile of rows against a block of keys. Rows are head-major: row g * n + i of a tile of n steps is head g
  * of the group at step t0 + i. */
 typedef struct {
-  int64_t steps;        /* the most steps of a tile */
-  float *k, *row;       /* a packed block of keys; [VL, D] scratch of packing */
-  float *q, *s;         /* [rows, D] scaled queries; [rows, KEYS] logits in log2 units, -inf where a row does not see */
-  float *lse, *w;       /* [rows] in log2 units, finite even where a row sees nothing; [rows] weights */
-  float *total;         /* [G, KEYS] the op's terms, reduced over the rows so far */
-  float *v, *o, *e;     /* for kv_error: a packed block of values; [rows, D] outputs; [rows, KEYS] distances */
-  float *v_sum, *o_sum; /* for kv_error: 1-norms of values [KEYS] and of outputs [rows] */
+  int64_t steps;            /* the most steps of a tile */
+  float *k, *row;           /* a packed block of keys; [VL, D] scratch of packing */
+  float *q;                 /* [rows, D] scaled queries */
+  float *s;                 /* logits in log2 units, -inf where a row does not see: KEYS for every row */
+  int64_t by_head, by_step; /* the logits of head g at step t0 + i begin at s + g * by_head + i * by_step */
+  int64_t c0;               /* the block's first column */
+  float *lse, *w;           /* [rows] in log2 units, finite even where a row sees nothing; [rows] weights */
+  float *total;             /* [G, KEYS] the op's terms, reduced over the rows so far */
+  float *v, *o, *e;         /* for kv_error: a packed block of values; [rows, D] outputs; [rows, KEYS] distances */
+  float *v_sum, *o_sum;     /* for kv_error: 1-norms of values [KEYS] and of outputs [rows] */
 } kv_tile;
 
 static inline void *kv_tile_alloc(kv_tile *x, int64_t G, int64_t D, int distances) {
@@ -103,13 +106,31 @@ static inline void *kv_tile_alloc(kv_tile *x, int64_t G, int64_t D, int distance
   return kv_carve(12, sizes, fields);
 }
 
-/* Computes the logits of steps t0 .. t0 + n - 1 against the packed block of `columns` columns from c0 on, and loads the
- * rows' lse and weights. An lse of NaN or a weight that is not finite makes the row's logits NaN, so that only slots
- * that the row sees become NaN. Returns how many of the columns the last step sees; the columns after these are not
+/* Loads the lse and the weights of steps t0 .. t0 + n - 1, whose logits of the block's first `most` columns are in
+ * x->s. Caps the logits and sets those to -inf that a row does not see. An lse of NaN or a weight that is not finite
+ * makes the row's logits NaN, so that only slots that the row sees become NaN. */
+static inline void kv_tile_rows(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t0, int64_t n,
+                                int64_t most, float cap) {
+  const kv_observers *a = job->a;
+  for (int64_t r = 0; r < head->query.G * n; r++) {
+    const int64_t t = t0 + r % n, g = head->h * head->query.G + r / n;
+    const float lse = job->lse[head->b * job->lse_stride[0] + g * job->lse_stride[1] + t];
+    const float w = a->weight ? a->weight[head->b * a->weight_stride[0] + g * a->weight_stride[1] + t] : 1;
+    const int64_t seen = lse == -INFINITY ? 0 : kv_min(kv_max(kv_seen(head->bounds, t) - x->c0, 0), most);
+    const int bad = isnan(lse) || !isfinite(w);
+    float *s = x->s + r / n * x->by_head + r % n * x->by_step;
+    kv_cap_and_mask(s, cap, seen, kv_round_up(most, VL));
+    for (int64_t c = 0; c < seen && bad; c++) s[c] = NAN;
+    x->lse[r] = lse == -INFINITY || bad ? 0 : lse * KV_LOG2E;
+    x->w[r] = bad ? 1 : w;
+  }
+}
+
+/* Computes the logits of steps t0 .. t0 + n - 1 against the packed block of `columns` columns from c0 on, and loads
+ * the rows (kv_tile_rows). Returns how many of the columns the last step sees; the columns after these are not
  * written. */
 static inline int64_t kv_tile_observe(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t0, int64_t n,
                                       int64_t c0, int64_t columns) {
-  const kv_observers *a = job->a;
   const int64_t G = head->query.G, rows = G * n, padded = kv_round_up(rows, PAD);
   const int64_t most = kv_min(kv_seen(head->bounds, t0 + n - 1) - c0, columns);
   if (most <= 0) return 0;
@@ -119,18 +140,8 @@ static inline int64_t kv_tile_observe(const kv_observe *job, const kv_observed *
   const kv_amx before = kv_tiles_begin(head->query.amx);
   kv_tile_s(&head->query, x->q, rows, x->k, most, x->s);
   kv_tiles_end(head->query.amx, before);
-  for (int64_t r = 0; r < rows; r++) {
-    const int64_t t = t0 + r % n, g = head->h * G + r / n;
-    const float lse = job->lse[head->b * job->lse_stride[0] + g * job->lse_stride[1] + t];
-    const float w = a->weight ? a->weight[head->b * a->weight_stride[0] + g * a->weight_stride[1] + t] : 1;
-    const int64_t seen = lse == -INFINITY ? 0 : kv_min(kv_max(kv_seen(head->bounds, t) - c0, 0), most);
-    const int bad = isnan(lse) || !isfinite(w);
-    float *s = x->s + r * KEYS;
-    kv_cap_and_mask(s, head->query.cap, seen, kv_round_up(most, VL));
-    for (int64_t c = 0; c < seen && bad; c++) s[c] = NAN;
-    x->lse[r] = lse == -INFINITY || bad ? 0 : lse * KV_LOG2E;
-    x->w[r] = bad ? 1 : w;
-  }
+  x->by_head = n * KEYS, x->by_step = KEYS, x->c0 = c0;
+  kv_tile_rows(job, head, x, t0, n, most, head->query.cap);
   return most;
 }
 
@@ -142,6 +153,7 @@ typedef struct kv_reduction {
   int64_t C;
   kv_reduce group;
   int mean;      /* whether total is divided by the number of rows */
+  int largest;   /* whether totals are maxima, not sums */
   int distances; /* whether tiles have room for v, o and e */
   float *out;    /* [B, Hkv, C]; [B, H, C] if group is KV_NONE */
   void (*block)(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t c0, int64_t columns);
@@ -164,15 +176,27 @@ static inline void kv_group_out(const float *total, int64_t G, kv_reduce group, 
   }
 }
 
+/* Writes the n columns of results, from column c0 on, of head `at`, whose totals [G, KEYS] are complete; with the first
+ * block the zeros after the head's last column, too. */
+static inline void kv_reduce_out(const kv_observe *job, const kv_observed *head, const float *total, int64_t at,
+                                 int64_t c0, int64_t n) {
+  const kv_reduction *how = job->how;
+  const int64_t G = head->query.G, C = how->C, rows = job->a->R - job->a->row_first[head->b];
+  float *const out = how->out + (how->group == KV_NONE ? at * G : at) * C;
+  for (int64_t g = 0; g < (how->group == KV_NONE ? G : 1) && c0 == 0; g++)
+    for (int64_t c = head->n; c < C; c++) out[g * C + c] = 0;
+  if (n > 0) kv_group_out(total, G, how->group, how->mean ? kv_max(rows, 1) : 1, out, C, c0, n);
+}
+
 static inline void kv_reduce_block(const kv_observe *job, kv_tile *x, int64_t at, int64_t c0) {
   const kv_reduction *how = job->how;
   const kv_observed head = kv_observed_of(job->a, at);
-  const int64_t G = head.query.G, R = job->a->R, from = job->a->row_first[head.b], C = how->C;
+  const int64_t G = head.query.G, R = job->a->R, from = job->a->row_first[head.b];
   const int64_t columns = kv_min(kv_block(job->a->D), head.n - c0);
-  float *const out = how->out + (how->group == KV_NONE ? at * G : at) * C;
-  for (int64_t g = 0; g < (how->group == KV_NONE ? G : 1) && c0 == 0; g++)
-    for (int64_t c = head.n; c < C; c++) out[g * C + c] = 0;
-  if (columns <= 0) return;
+  if (columns <= 0) {
+    kv_reduce_out(job, &head, NULL, at, c0, 0);
+    return;
+  }
   kv_pack_k(&head.k, head.query.pairs, c0, columns, x->k, x->row);
   if (how->block) how->block(job, &head, x, c0, columns);
   memset(x->total, 0, (size_t)(G * KEYS) * sizeof *x->total);
@@ -180,7 +204,7 @@ static inline void kv_reduce_block(const kv_observe *job, kv_tile *x, int64_t at
     const int64_t n = kv_min(x->steps, R - t), most = kv_tile_observe(job, &head, x, t, n, c0, columns);
     if (most > 0) how->tile(job, &head, x, t, n, most);
   }
-  kv_group_out(x->total, G, how->group, how->mean ? kv_max(R - from, 1) : 1, out, C, c0, columns);
+  kv_reduce_out(job, &head, x->total, at, c0, columns);
 }
 
 static inline void kv_reduce_body(void *ctx, int64_t begin, int64_t end) {

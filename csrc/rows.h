@@ -11,6 +11,10 @@ typedef struct {
   kv_state state; /* softmax over the columns so far; o is padded as q is */
   float *k, *v;   /* a packed block of keys; a packed block of values */
   float *s, *row; /* [TILE, KEYS] logits, then weights; [VL, D] scratch of packing */
+  /* Logits that are kept: [blocks of keys, keeps, KEYS], of the rows from `kept` on, a multiple of TILE, in blocks that
+   * start at multiples of kv_block. all NULL: none are. A row's logits after those that it sees are undefined. */
+  float *all;
+  int64_t kept, keeps;
 } kv_rows;
 
 static inline void *kv_rows_alloc(kv_rows *x, int64_t rows, int64_t D, int values) {
@@ -18,6 +22,7 @@ static inline void *kv_rows_alloc(kv_rows *x, int64_t rows, int64_t D, int value
   const int64_t tile = TILE + (KV_AMX ? SQUARE : 0); /* kv_row_o_amx reads 16 rows from any row on */
   const int64_t sizes[] = {padded * D, padded * width, padded, padded, block * D, block * width, tile * KEYS, VL * D};
   float **const fields[] = {&x->q, &x->state.o, &x->state.m, &x->state.d, &x->k, &x->v, &x->s, &x->row};
+  x->all = NULL, x->kept = x->keeps = 0;
   return kv_carve(8, sizes, fields);
 }
 
@@ -47,17 +52,18 @@ static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds b
   const int pairs = query->pairs && width;                       /* weights become bf16 only to multiply values */
   const int64_t whole = query->amx ? 2 * SQUARE : pairs ? 2 : 1; /* number of columns that are multiplied together */
   const int same = fewest == most && most % whole == 0;          /* all rows see every column that is multiplied */
-  float alpha[TILE] = {0};
+  float alpha[TILE] = {0}, *logits = x->s;
   const kv_state state = kv_state_from(x->state, width, r0);
   if (most <= 0) return;
-  kv_tile_s(query, x->q + r0 * query->words, n, x->k, most, x->s);
+  if (x->all && r0 >= x->kept) logits = x->all + (c0 / kv_block(query->D) * x->keeps + r0 - x->kept) * KEYS;
+  kv_tile_s(query, x->q + r0 * query->words, n, x->k, most, logits);
   for (int64_t r = 0; r < n; r++) {
     const int64_t seen = fewest == most ? most : kv_min(kv_max(kv_seen(bounds, t0 + (r0 + r) / G) - c0, 0), most);
     const int64_t span = kv_round_up(most, VL << pairs);
-    float *const s = x->s + r * KEYS;
+    float *const s = logits + r * KEYS, *const p = x->s + r * KEYS;
     kv_cap_and_mask(s, query->cap, seen, span);
-    alpha[r] = kv_softmax(pairs, s, span, state.m + r, state.d + r);
-    if (!finite && !same && width) kv_row_o(pairs, query->amx, s, seen, v, width, alpha[r], state.o + r * width);
+    alpha[r] = kv_softmax(pairs, s, p, span, state.m + r, state.d + r);
+    if (!finite && !same && width) kv_row_o(pairs, query->amx, p, seen, v, width, alpha[r], state.o + r * width);
   }
   if (finite || same) kv_tile_o(pairs, query->amx, x->s, n, most, v, step, width, alpha, state.o);
 }

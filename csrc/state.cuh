@@ -51,7 +51,7 @@ struct Parts {
 };
 
 /* Takes the arrays of Parts from scratch. heads: B * Hkv; all: rows of a kv head; rows: rows of a tile. */
-static Parts parts_of(Cutter &scratch, int64_t heads, int64_t all, int64_t rows, int64_t splits, int64_t D) {
+static inline Parts parts_of(Cutter &scratch, int64_t heads, int64_t all, int64_t rows, int64_t splits, int64_t D) {
   Parts x = {(int)splits, (int)((all + rows - 1) / rows), (int)(all < rows ? all : rows), nullptr, nullptr, nullptr};
   const int64_t tiles = heads * x.tiles, parts = tiles * splits * x.rows;
   x.count = scratch.take<uint32_t>(tiles);

@@ -30,10 +30,11 @@ static inline void kv_state_start(kv_state x, int64_t rows, int64_t width) {
 
 static inline float kv_exp2(float x) { return vf_exp2(vf_set1(x))[0]; }
 
-/* Does one step of a row's online softmax. Replaces the logits s [width] by the weights p = 2^(s - m), with m the
- * maximum so far, and adds the sum of p to d. If `pairs`, p is then rounded to pairs of bf16. Returns alpha, by which
- * the caller must multiply o. While m is -inf, since no column was seen, 0 is subtracted in place of m. */
-static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, float *d) {
+/* Does one step of a row's online softmax. Computes the weights p = 2^(s - m) of the logits s [width], with m the
+ * maximum so far, and adds the sum of p to d; p may be s. If `pairs`, p is then rounded to pairs of bf16. Returns
+ * alpha, by which the caller must multiply o. While m is -inf, since no column was seen, 0 is subtracted in place of
+ * m. */
+static inline float kv_softmax(int pairs, const float *s, float *p, int64_t width, float *m, float *d) {
   const vf none = vf_set1(-INFINITY);
   vf top[2] = {none, none}, sum[2] = {vf_set1(0), vf_set1(0)}; /* two independent chains, to hide latency */
   for (int64_t c = 0; c < width; c += 2 * VL) {
@@ -45,10 +46,10 @@ static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, flo
   const float at = *m == -INFINITY ? 0 : *m;
   for (int64_t c = 0; c < width; c += 2 * VL) {
     const int both = c + VL < width;
-    const vf p = vf_exp2(vf_load(s + c) - at), next = vf_exp2((both ? vf_load(s + c + VL) : none) - at);
-    vf_store(s + (pairs ? c / 2 : c), pairs ? vf_pairs(p, next) : p);
-    if (both && !pairs) vf_store(s + c + VL, next);
-    sum[0] += p, sum[1] += next;
+    const vf one = vf_exp2(vf_load(s + c) - at), next = vf_exp2((both ? vf_load(s + c + VL) : none) - at);
+    vf_store(p + (pairs ? c / 2 : c), pairs ? vf_pairs(one, next) : one);
+    if (both && !pairs) vf_store(p + c + VL, next);
+    sum[0] += one, sum[1] += next;
   }
   const float alpha = kv_exp2(before - at);
   *d = *d * alpha + vf_sum(sum[0] + sum[1]);

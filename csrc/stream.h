@@ -134,7 +134,7 @@ static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns
       float *s = x->s + r * KEYS;
       kv_cap_and_mask(s, cap, n, BLOCK);
       if (logit) memcpy(logit + r * apart + c, s, (size_t)kv_round_up(n, VL) * sizeof *s);
-      x->alpha[r] = kv_softmax(0, s, BLOCK, state.m + r, state.d + r);
+      x->alpha[r] = kv_softmax(0, s, s, BLOCK, state.m + r, state.d + r);
     }
     count = kv_stream_pieces(x, v, x->v_form, x->rotated, c, n, piece);
     for (int64_t r = r0, G; r < r1; r += G) {

@@ -100,7 +100,7 @@ using namespace sizes;
 #define CHOICE(name, field, ...) \
   {KV_ROW(choice, "int", name), KV_VALUE(int, field), .text = #__VA_ARGS__, .most = commas(#__VA_ARGS__)},
 #define COUNT(name, size) {KV_ROW(count, "int", name), .shape = {size}, .text = #size},
-#define RESULT(field, ...) {KV_ROW(result, "Tensor", field), KV_ARRAY(field, __VA_ARGS__)},
+#define RESULT(name, field, ...) {KV_ROW(result, "Tensor", name), KV_ARRAY(field, __VA_ARGS__)},
 // clang-format off
 #define END }; static_assert(std::size(args) <= MOST_ROWS); };
 // clang-format on

@@ -129,6 +129,40 @@ def error(
     """
 
 
+@op
+def attend_score(
+    q: Tensor, held: Held, k: Tensor, v: Tensor, first: Tensor, row_first: Tensor, stop: Tensor,
+    sinks: Tensor | None = None, weight: Tensor | None = None, *, scale: float, softcap: float = 0.0, observers: int,
+    causal: bool = True, term: str = "a", reduce: str, group: str = "mean", span: int = -1, columns: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`attend` whose last rows observe, as (out, lse, score): out and lse are those of `attend` with causal rows, and
+    score is that of `score` for the last `observers` rows of q, R of them, with their lse; all with the same bits. On a
+    CPU the logits are made once.
+
+    row_first, stop, causal, weight, term, reduce, group and columns are those of `score`. span: the observers' softmax
+    spans the head's first `span` stored slots and the new columns that a row sees in `attend` (KVzip, section 3.2),
+    instead of all that it sees there; -1: all.
+    """
+
+
+@op
+def attend_error(
+    q: Tensor, held: Held, k: Tensor, v: Tensor, first: Tensor, row_first: Tensor, stop: Tensor,
+    sinks: Tensor | None = None, weight: Tensor | None = None, *, scale: float, softcap: float = 0.0, observers: int,
+    causal: bool = True, kind: str, alpha: float = 0.0, group: str = "sum", columns: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`attend` whose last rows observe, as (out, lse, error): `attend_score` with `error` in the place of `score`, for
+    the outputs that `attend` computes."""
+
+
+@op
+def attend_peak(
+    q: Tensor, held: Held, k: Tensor, v: Tensor, first: Tensor, row_first: Tensor, stop: Tensor, lo: Tensor, hi: Tensor,
+    sinks: Tensor | None = None, *, scale: float, softcap: float = 0.0, observers: int, causal: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`attend` whose last rows observe, as (out, lse, peak): `attend_score` with `peak` in the place of `score`."""
+
+
 _kl = function("kl", "q, k, row_first, held, first, stop, scale, softcap, causal, sinks, target, columns")
 _kl_grad = function("kl_grad")
 
@@ -209,6 +243,18 @@ def quadratic(
     head's kv head. Stored x_i are read from held.k; A is the query head's `matrix` and b its `linear` (None: 0). With
     A = W^T W and b = 0 the result is |W x_i|^2. It is 0 past a head's last slot.
     """
+
+
+@op
+def probe(
+    q: Tensor, past: Tensor, decay: Tensor, cos: Tensor | None = None, sin: Tensor | None = None,
+    partner: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The exponential average of a probe's queries over a prompt's chunks (TAKE eq. 9): decay[b] Rot(past) +
+    (1 - decay[b]) q. q are this chunk's R probe rows and past the average over the chunks before.
+
+    Rot rotates the average to the positions of q: Rot(x)[d] = x[d] cos[b,d] + x[partner[d]] sin[b,d]. Without cos, sin
+    and partner Rot(x) is x, as eq. 9 is printed. Each product and sum is rounded to float32, as torch rounds them."""
 
 
 @op

@@ -178,7 +178,10 @@ def bench_attend(H, Hkv, D, stored, new, dtype):
         more = {"reduce": "sum", "columns": stored + new, "causal": True, "lse": lse}
         return ops.score(q, zero, held, k, zero, stop, scale=scale, **more)
 
+    rows = {"row_first": zero, "stop": stop, "scale": scale, "observers": new}
+    both = partial(ops.attend_score, q, held, k, v, zero, **rows, reduce="sum", columns=stored + new)
     close("attend", attend()[0], sdpa().transpose(1, 2), TOLERANCE[dtype])
+    close("attend_score", both()[2], h2o(), 0.0)
     logits = (q[0, : H // Hkv].float() @ keys[0, 0].float().T * scale).masked_fill(~mask, -torch.inf)
     if dtype != torch.float32:  # how far each is from the exact output of the first group
         exact = logits.double().softmax(-1) @ values[0, 0].double()
@@ -193,6 +196,7 @@ def bench_attend(H, Hkv, D, stored, new, dtype):
     return [
         (f"attend {name}", attend, "sdpa", sdpa, (unit, 2 * flop)),
         (f"h2o score {name}", h2o, "attend", attend, (unit, flop)),
+        (f"attend_score of all {name}", both, "attend", attend, (unit, 2 * flop)),
     ]
 
 
@@ -224,6 +228,11 @@ def bench_window(H, Hkv, D, stored, new, dtype):
         o = out[:, -rows:]
         return ops.error(**window, v=v, o=o, kind=kind, alpha=0.1, columns=stored + new)
 
+    def attend_error():
+        more = {"row_first": zero, "stop": stop, "scale": scale, "observers": rows, "columns": stored + new}
+        return ops.attend_error(q, held, k, v, zero, kind="edie", alpha=0.1, **more)
+
+    close("attend_error", attend_error()[2], error("edie"), 0.0)
     pooled = score()
     refine = partial(ops.refine, held, v, zero, stop, pooled)
 
@@ -247,6 +256,7 @@ def bench_window(H, Hkv, D, stored, new, dtype):
     close("norm", norm(), torch_norm(), 1e-5)
     name = f"{H}/{Hkv} d={D} {rows} on {stored + new} {str(dtype)[6:]}"
     kinds = [(f"{kind} {name}", lambda kind=kind: error(kind), "attend", attend) for kind in ("edie", "l1", "l2")]
+    kinds.append((f"attend_error edie {name}", attend_error, "attend", attend))
     slot_ops = [(f"refine {name}", refine, "torch", caote), (f"norm {name}", norm, "torch", torch_norm)]
     return [(f"score {name}", score, "attend", attend), (f"peak {name}", peak, "attend", attend), *kinds, *slot_ops]
 

@@ -48,12 +48,17 @@ def chunk(p):
     out, lse = ops.attend(p["q"], held, *new, p["first"], **options)
     rows = p["q"], p["row_first"], held, new[0], p["first"], torch.full_like(p["first"], 33), lse
     score = ops.score(*rows, reduce="sum", columns=333, **options)
+    more = dict(row_first=p["row_first"], stop=rows[5], observers=33, causal=False, reduce="sum", columns=333)
+    both = ops.attend_score(p["q"], held, *new, p["first"], **more, **options)
+    assert all(map(same_bits, both, (out, lse, score)))
+    decay = torch.ones(len(out), device=out.device) / 5
+    average = ops.probe(p["q"], p["q"].float().contiguous(), decay)
     index = ops.select(score, p["n"], p["keep"], p["ends"], p["ends"], 60)
     ops.compact(held, *new, p["pos"], p["first"], index, p["keep"], held)
     token = [x[:, :, -1:] for x in (p["q"], *new)]
     pos = p["pos"][:, -1:].contiguous()
     decoded = ops.decode(*token, pos, replace(held, len=p["keep"]), columns=61, **options)
-    return [out, lse, score, index, *decoded, held.k, held.v, held.pos]
+    return [out, lse, score, average, index, *decoded, held.k, held.v, held.pos]
 
 
 def same(a, b):

@@ -180,5 +180,8 @@ inline float __uint_as_float(unsigned u) {
   memcpy(&x, &u, sizeof x);
   return x;
 }
+/* Not contracted: build.py compiles with -ffp-contract=off. */
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 #endif

@@ -50,6 +50,19 @@ class Mutation(NamedTuple):
 
 SYNC = "__syncthreads();"
 MUTATIONS = [
+    Mutation("attend_score", "attend_score_cuda.cu", "min(len[i], span)", "len[i]",
+             "the observers' softmax spans all stored slots", tests="test_span and dtype1"),
+    Mutation("attend_score", "attend_score_cuda.cu", "(a->attend.T - R) * x.attend.q_stride[2]",
+             "0 * x.attend.q_stride[2]", "the first rows' lse for the last ones", tests="test_span and dtype1"),
+    Mutation("attend_score", "attend_score_cuda.cu", "x.attend.T = R;", "x.attend.T = R + 1;",
+             "one row too many attends to the span", tests="test_span and dtype1"),
+    Mutation("attend_error", "attend_error_cuda.cu", "kv_last_outputs(&a->attend, &error);\n", "",
+             "no outputs", tests="test_opcheck or test_lengths", of="attend_score"),
+    Mutation("attend_peak", "attend_peak_cuda.cu", "one > other ? one : other", "one < other ? one : other",
+             "too little scratch", mode="asan", tests="test_lengths", of="attend_score"),
+    Mutation("probe", "probe_cuda.cu", "a.partner[d]", "d", "no number is paired with another"),
+    Mutation("probe", "probe_cuda.cu", "1 - keep", "keep", "the present weighs as much as the past"),
+    Mutation("probe", "probe_cuda.cu", "a.cos[b * a.D + d]", "a.cos[d]", "the first batch row's rotation for all"),
     Mutation("attend", "stream.cuh", SYNC + " /* K is there", "/* K is there", "no barrier before V is refilled",
              tests=HALF),
     Mutation("attend", "stream.cuh", "cp_async_wait<0>();\n    __syncthreads();",

@@ -80,12 +80,19 @@ int64_t heads_out(const kv_observers &rows, kv_reduce group) { return rows.B * (
                   [=](void *scratch) { return kv_##op##_cuda(a, scratch, nullptr); }); \
   }
 #define KV_RESULTS(...) Results({__VA_ARGS__})
+#define KV_ATTENDED                                                                                  \
+  {a->attend.out, a->attend.B * a->attend.T * a->attend.H * a->attend.D * size_of(a->attend.dtype)}, \
+      {a->attend.lse, a->attend.B * a->attend.H * a->attend.T * 4}
 
 extern "C" {
 KV_OP(attend, KV_RESULTS({a->out, a->B * a->T * a->H * a->D *size_of(a->dtype)}, {a->lse, a->B * a->H * a->T * 4}))
 KV_OP(score, KV_RESULTS({a->out, heads_out(a->rows, a->group) * a->C * 4}))
 KV_OP(peak, KV_RESULTS({a->out, a->rows.B * a->rows.H * a->rows.R * 4}))
 KV_OP(error, KV_RESULTS({a->out, heads_out(a->rows, a->group) * a->C * 4}))
+KV_OP(attend_score, KV_RESULTS(KV_ATTENDED, {a->score.out, heads_out(a->score.rows, a->score.group) * a->score.C * 4}))
+KV_OP(attend_error, KV_RESULTS(KV_ATTENDED, {a->error.out, heads_out(a->error.rows, a->error.group) * a->error.C * 4}))
+KV_OP(attend_peak, KV_RESULTS(KV_ATTENDED, {a->peak.out, a->attend.B * a->attend.H * a->peak.rows.R * 4}))
+KV_OP(probe, KV_RESULTS({a->out, a->B * a->H * a->R * a->D * 4}))
 KV_OP(kl, KV_RESULTS({a->loss, a->rows.B * a->rows.H * 4}, {a->lse, a->rows.B * a->rows.H * a->rows.R * 4},
                      {a->mean_attn, a->rows.B * a->rows.H * a->C * 4}))
 KV_OP(kl_grad, KV_RESULTS({a->dq, a->rows.B * a->rows.H * a->rows.R * a->rows.D * 4},

@@ -175,6 +175,46 @@ def error(
     return grouped(out, k.shape[1], group)
 
 
+def last_rows(q, held, k, v, first, scale, softcap, sinks, observers, span=-1):
+    """What `attend` computes, and its last rows' q, lse and out as `observed` reads them. span >= 0 (KVzip, section
+    3.2): their lse is over the head's first stored slots and the new columns alone."""
+    out, lse = attend(q, held, k, v, first, scale, softcap, sinks)
+    start = q.shape[2] - observers
+    own = lse[:, :, start:]
+    if span >= 0:
+        few = replace(held, len=held.len.clamp_max(span))
+        own = attend(q[:, :, start:], few, k, v, first, scale, softcap, sinks)[1]
+    return out, lse, dict(q=q[:, :, start:], lse=own), out[:, start:]
+
+
+def attend_score(
+    q, held, k, v, first, row_first, stop, scale, softcap, *, sinks=None, observers, span=-1, **options
+):  # fmt: skip
+    out, lse, rows, _ = last_rows(q, held, k, v, first, scale, softcap, sinks, observers, span)
+    rows |= dict(row_first=row_first, held=held, k=k, first=first, stop=stop, scale=scale, softcap=softcap)
+    return out, lse, score(**rows, **options)
+
+
+def attend_error(q, held, k, v, first, row_first, stop, scale, softcap, *, sinks=None, observers, **options):
+    out, lse, rows, o = last_rows(q, held, k, v, first, scale, softcap, sinks, observers)
+    rows |= dict(row_first=row_first, held=held, k=k, v=v, first=first, stop=stop, scale=scale, softcap=softcap, o=o)
+    return out, lse, error(**rows, **options)
+
+
+def attend_peak(q, held, k, v, first, row_first, stop, lo, hi, scale, softcap, *, sinks=None, observers, causal):
+    out, lse, rows, _ = last_rows(q, held, k, v, first, scale, softcap, sinks, observers)
+    rows |= dict(row_first=row_first, held=held, k=k, first=first, stop=stop, scale=scale, softcap=softcap)
+    return out, lse, peak(**rows, lo=lo, hi=hi, causal=causal)
+
+
+def probe(q, past, decay, cos=None, sin=None, partner=None):
+    """TAKE eq. 9, the past rotated to the positions of q."""
+    past, decay = past.double(), decay.double()[:, None, None, None]
+    if cos is not None:
+        past = past * cos.double()[:, None, None] + past[..., partner.long()] * sin.double()[:, None, None]
+    return decay * past + (1 - decay) * q.double()
+
+
 def refine(held, v, first, stop, score, fast=False, squared=False):
     """METHODS section 2, CAOTE eq. 6-8."""
     out = torch.zeros(score.shape, dtype=torch.double)

@@ -25,6 +25,8 @@ def given(op):
     p = problem(1, lens=3, first=0, layout="dense", **(dict(T=1) if op == "decode" else {}))
     (B, H, R, _), columns, pair = p["q"].shape, 16, i32([[3, 3]] * 2)
     p |= dict(stop=i32([p["k"].shape[2]] * 2), columns=columns, lse=torch.zeros(B, H, R), weight=torch.ones(B, H, R))
+    p |= dict(observers=R, span=-1, past=torch.rand(B, H, R, 64), decay=torch.rand(B))
+    p |= dict(cos=torch.rand(B, 64), sin=torch.rand(B, 64), partner=torch.arange(64).int())
     p |= dict(sinks=torch.zeros(H), causal=True, term="a", reduce="sum", group="none", kind="l1", alpha=0.5, p=2)
     p |= dict(x=p["k"], o=p["q"].transpose(1, 2), lo=pair * 0, hi=pair, fast=False, squared=True)
     p |= dict(target=torch.rand(B, H, 3), mean_attn=torch.rand(B, H, columns), grad=torch.ones(B, H))
@@ -89,7 +91,10 @@ def test_a_bad_argument_is_named(op, name):
         call(**{**p, name: p[name][None]})
     with pytest.raises(ValueError, match=r"is on (meta|cpu), the others on"):
         call(**{**p, name: p[name].to("meta")})
-    if "prefix" in name:
+    if name in ("cos", "sin", "partner"):
+        with pytest.raises(RuntimeError, match=r"some are None; give all three, or none"):
+            call(**{**p, name: None})
+    elif "prefix" in name:
         with pytest.raises(RuntimeError, match=r"some are None; give all four, or none"):
             call(**{**p, name: None})
     elif arg.type == "Tensor?":
@@ -111,6 +116,10 @@ def test_a_bad_argument_is_named(op, name):
     ("error", {"group": 3}, "group is 3, expected one of sum, mean, max, none"),
     ("error", {"alpha": float("nan")}, "alpha is nan, expected a number >= 0"),
     ("norm", {"p": 3}, r"p is 3, expected 1\.\.2"),
+    ("attend_score", {"span": -2}, r"span is -2, expected -1\.\.2147483647"),
+    ("attend_score", {"reduce": "max"}, "reduce is 'max', expected 'sum' or 'mean' with a weight or an entropy"),
+    ("attend_score", {"observers": 10}, "observers is 10, expected at most the 9 rows of q"),
+    ("attend_error", {"alpha": -1.0}, "alpha is -1, expected a number >= 0"),
 ])  # fmt: skip
 def test_a_bad_option_is_a_value_error(op, wrong, said):
     with pytest.raises(ValueError, match=f"^kvevict.{op}: {said}$"):

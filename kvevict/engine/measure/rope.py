@@ -26,6 +26,23 @@ class Rope:
             return x
         return rotary.rotate(self._decoder, self._module, x, position_from, position_to)
 
+    def factors(
+        self, width: int, position_from: torch.Tensor, position_to: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Return (cos, sin, partner) of the rotation of vectors with `width` numbers from position_from [B] to
+        position_to [B]: number d becomes x[d] cos[b, d] + x[partner[d]] sin[b, d]. cos, sin: fp32 [B, width]; partner:
+        int32 [width]. None: the module does not rotate."""
+        device = position_from.device
+        unit = torch.eye(width, device=device).expand(len(position_from), 1, -1, -1)
+        turned = self.rotated(unit, position_from, position_to)[:, 0]  # [B, width, width]: row i is unit vector i
+        if not self.rotates:
+            return None
+        others = turned * (1 - torch.eye(width, device=device))
+        partner = others.abs().amax(0).argmax(0)
+        column = torch.arange(width, device=device)
+        cos, sin = turned[:, column, column], others[:, partner, column]
+        return cos.contiguous(), sin.contiguous(), partner.int()
+
     def unrotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate x [B, H, T, D] back from positions [B, T] to position 0, in fp32."""
         if not self.rotates:

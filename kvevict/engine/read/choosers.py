@@ -28,6 +28,7 @@ class Chooser:
     errors: Errors | None = None  # the layers' errors in this step; None: they are not measured
     onward: propagate.Onward | None = None  # tokens of this step that layers after `tsp` read; None: all
     held = 0  # number of layers that wait for their cuts while their new slots are not stored yet
+    measures = False  # whether `layer` measures the policy's quantities wherever slots carry scores
     looks = True  # whether the chooser reads slots after a decoded token; then a fork's slots must lie in one buffer
 
     def takes(self, call: LayerCall) -> bool:
@@ -54,6 +55,8 @@ class Pending(NamedTuple):
 
 class Deciding(Chooser):
     """A chooser that carries out `Decisions`: which layers are cut after a layer was read, and to how many slots."""
+
+    measures = True
 
     def __init__(self, decisions: Decisions, errors: Errors | None = None) -> None:
         self.decisions, self.errors = decisions, errors

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...policy.inputs import Need
+from ...ops import _ops
+from ...policy.inputs import Need, as_needs
 from ...policy.seen.rows import LayerRows, Observation, Observers, rolled
 from ...policy.seen.slots import KV, Bounds, Heads, Slots
 from ..cut import completed, protected
 from ..measure import unseen
 from ..measure.inputs import given, rope_of
+from ..measure.quantities import quantity
 from ..memory.carried import carry_newest
 from ..memory.stored import Later
 from .schedule import observes
@@ -169,9 +171,29 @@ def attend(call: LayerCall) -> None:
         layer.storage = layer.storage.whole()  # the cut and the ops read one buffer
     call.held = layer.slots(module)
     with step.meter.clock("attend"):
-        call.out, call.lse = unseen.attend(step, call.q, call.k, call.v, call.held, layer.longest(), call.options)
+        if not _measured(call):
+            call.out, call.lse = unseen.attend(step, call.q, call.k, call.v, call.held, layer.longest(), call.options)
     if layer.sequence.coming[0] != call.columns:
         layer.sequence.fix()  # not every column gets a slot here, so crop() cannot tell which slots to remove
+
+
+def _measured(call: LayerCall) -> bool:
+    """Let the rows of a prompt's chunk attend and measure a quantity of the policy by one op (`Quantity.attend`), if
+    every cut measures it. Returns False, with nothing done, if no op does both."""
+    step, chunk, policy = call.step, call.step.chunk, call.policy
+    measures = chunk is not None and chunk.observed and chunk.again is None and step.chooser.measures
+    always = policy.carry != "none" and observes(policy, call.order, len(step.plan.order))
+    every = call.k.shape[2] == step.positions.shape[1] and call.held.len.shape[1] == call.layer.counts.shape[1]
+    if not (measures and always and every and step.unseen is None):
+        return False  # `every`: the layer reads all tokens of the chunk, and its heads have slots of their own
+    columns = int(step.plan.ranks.mine(step.plan.ranks.counts(call.layer) + call.tokens[:, None]).max())
+    op = partial(_ops.attend_score, call.q, call.held, call.k, call.v, step.first, columns=columns, **call.options)
+    for need in as_needs(policy.score.needs):
+        found = quantity(need).attend(step, op)
+        if found is not None:
+            call.out, call.lse, call.known[need] = found
+            return True
+    return False
 
 
 def _fetch(call: LayerCall) -> None:

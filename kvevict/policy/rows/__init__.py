@@ -67,7 +67,7 @@ class Found(NamedTuple):
 @dataclass(frozen=True)
 class Rows(Part):
     needs_full_prompt: ClassVar[bool] = False  # the rows exist only once the whole prompt was read: no eviction before
-    rotates: ClassVar[bool] = False  # calls `LayerRows.rotate` to rotate queries from one position to another
+    rotates: ClassVar[bool] = False  # lets `LayerRows.averaged` rotate queries from one position to another
     supports_tensor_parallel: ClassVar[bool] = True  # works if each rank has only a part of the model's weights
     newest: ClassVar[bool] = False  # while decoding, only the newest row observes, and no earlier queries are stored
     repeats: ClassVar[bool] = False  # tokens are read again and observe: each chunk's, or the whole prompt's at its end

@@ -130,13 +130,13 @@ class Probe(Rows):
         if call.read.prepared is None or not count:
             return None
         queries, position = self._queries(call, count)
-        queries, started = queries.float(), call.has_tokens
+        started = call.has_tokens
         if past is None or not self.ema_alpha:
-            return queries, position, started
+            return queries.float().contiguous(), position, started
         before, was_at, had_started = past
-        before = call.rotate(before, was_at, position) if self.rotates else before
-        alpha = (self.ema_alpha * had_started)[:, None, None, None]
-        return alpha * before + (1 - alpha) * queries, position, started | had_started
+        moved = (was_at, position) if self.rotates else None
+        average = call.averaged(before, queries, self.ema_alpha * had_started, moved)
+        return average, position, started | had_started
 
     def _queries(self, call: LayerRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (queries of the call's `count` probe rows [B, H, count, D], position of the first probe row [B])."""

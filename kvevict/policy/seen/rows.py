@@ -166,10 +166,14 @@ class LayerRows:
         """Copy numbers [B] from the host to the layer's device, as int32."""
         return _ops.upload(numbers, self.rows.first.device, torch.int32)
 
-    def rotate(self, queries: torch.Tensor, position_from: torch.Tensor, position_to: torch.Tensor) -> torch.Tensor:
-        """Rotate queries [B, H, p, D] by the model's rotary embedding from positions [B] to other positions [B]. Only
-        for `Rows` with `rotates = True`."""
-        return self.rope.rotated(queries, position_from, position_to)
+    def averaged(
+        self, past: torch.Tensor, queries: torch.Tensor, decay: torch.Tensor, moved: Tensors | None
+    ) -> torch.Tensor:
+        """Return decay[b] * past + (1 - decay[b]) * queries, fp32 [B, H, p, D], with past and queries [B, H, p, D].
+        moved: (position_from [B], position_to [B]), from which and to which the past is rotated first, as the model
+        rotates queries; None: it is not. Only for `Rows` with `rotates = True`."""
+        factors = None if moved is None else self.rope.factors(past.shape[3], *moved)
+        return _ops.probe(queries, past, decay, *(factors or ()))
 
     def stored_from(self, column: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (queries [B, H, count, D] of `count` stored rows from column[b] on, position [B] of the first of

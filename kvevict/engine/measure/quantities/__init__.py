@@ -53,6 +53,16 @@ class Quantity:
         no slot is evicted."""
         return past
 
+    def attend(self, step: Any, op: Callable[..., tuple]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Let a chunk's rows attend and measure the quantity by one op, if the observing rows are the last ones of the
+        chunk: (attention's output, log-sum-exp, what `measure` would return). None: there is no such op, so `measure`
+        is called after attention. Asked only in layers of a prompt's chunk whose quantities are measured in any case.
+
+        step   the call's `kvevict.engine.read.step.Step`
+        op     `kvevict.ops._ops.attend_score` with the tensors of the layer; it takes the other options of the op
+        """
+        return None
+
     def measure(self, slots: Slots, observation: Any, *inputs: Any) -> Any:
         """Measure a layer's `Slots`, as the rows of the `Observation` see them. Most quantities return fp32
         [B, Hkv, C], in which column i is alive slot i. inputs: the values of the names in `needs`, in this order."""

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -5,6 +6,7 @@ import torch
 
 from ....ops import _ops
 from ....policy.inputs import Observation, Observers, Slots
+from ....policy.rows.window import All
 from . import QUANTITIES, Quantity, observed
 
 
@@ -22,6 +24,13 @@ class AttentionWeight(Quantity):
     reduce: str = "sum"
     group: str = "mean"
     term: str = "a"
+
+    def attend(self, step: Any, op: Callable[..., tuple]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        if not isinstance(step.rows, All) or step.appended:
+            return None
+        end = step.columns + 0 * step.first
+        options = dict(reduce=self.reduce, group=self.group, term=self.term)
+        return op(row_first=step.first, stop=end, observers=step.columns, **options)
 
     def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         parts, reduce, group = observation.parts, self.reduce, self.group

@@ -1,5 +1,6 @@
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,6 +27,13 @@ class RepeatedAttention(Quantity):
 
     sink: int = 4
     needs: ClassVar[tuple[str | Need, ...]] = ("appended",)
+
+    def attend(self, step: Any, op: Callable[..., tuple]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        if not step.rows.repeats or (step.rows.observing(step) < step.appended).any():
+            return None
+        rows = dict(row_first=0 * step.first, stop=step.columns + 0 * step.first, observers=step.appended)
+        out, lse, largest = op(**rows, causal=False, reduce="max", group="max", span=self.sink)
+        return out, lse, largest.clamp_max(1)
 
     def measure(self, slots: Slots, observation: Observation, appended: Appended) -> torch.Tensor:
         (part,), kv, stored = observation.parts, slots.kv, slots.kv.stored
@@ -93,6 +101,7 @@ class RepeatedOutput(RepeatedAttention):
     a_ji ||W_O,h v_i||_2 / ||x_j||_2, with attention weight a_ji, value v_i and output projection W_O,h."""
 
     needs: ClassVar[tuple[str | Need, ...]] = ("appended", "hidden", "output_gram")
+    attend = Quantity.attend
 
     def ready(self, decoder: torch.nn.Module, modules: list[torch.nn.Module]) -> None:
         projection.check(modules)
