@@ -19,8 +19,8 @@ pytest.register_assert_rewrite("caches", "op_cases", "policy_cases")  # their as
 torch.set_num_threads(1)  # the workers share the cores, and tiny models are faster so
 
 OPS = {f"test_{op}" for op in (
-    "attend", "attend_score", "score", "peak", "error", "kl", "refine", "norm", "quadratic", "probe", "select", "compact",
-    "decode", "packed",
+    "attend", "attend_score", "score", "peak", "error", "kl", "refine", "norm", "quadratic", "probe", "select",
+    "compact", "decode", "packed",
 )}  # fmt: skip
 # A GPU does not look at counts and indices, and takes head dimensions up to 256.
 CPU_ONLY = {"test_errors", "test_isa", "test_the_largest_head_dimension"}
