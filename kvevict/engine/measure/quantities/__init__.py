@@ -53,7 +53,9 @@ class Quantity:
         no slot is evicted."""
         return past
 
-    def attend(self, step: Any, op: Callable[..., tuple]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def attend(
+        self, step: Any, op: Callable[..., tuple[torch.Tensor, ...]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Let a chunk's rows attend and measure the quantity by one op, if the observing rows are the last ones of the
         chunk: (attention's output, log-sum-exp, what `measure` would return). None: there is no such op, so `measure`
         is called after attention. Asked only in layers of a prompt's chunk whose quantities are measured in any case.

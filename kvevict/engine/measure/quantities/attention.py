@@ -25,7 +25,9 @@ class AttentionWeight(Quantity):
     group: str = "mean"
     term: str = "a"
 
-    def attend(self, step: Any, op: Callable[..., tuple]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def attend(
+        self, step: Any, op: Callable[..., tuple[torch.Tensor, ...]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         if not isinstance(step.rows, All) or step.appended:
             return None
         end = step.columns + 0 * step.first

@@ -28,7 +28,9 @@ class RepeatedAttention(Quantity):
     sink: int = 4
     needs: ClassVar[tuple[str | Need, ...]] = ("appended",)
 
-    def attend(self, step: Any, op: Callable[..., tuple]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def attend(
+        self, step: Any, op: Callable[..., tuple[torch.Tensor, ...]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         if not step.rows.repeats or (step.rows.observing(step) < step.appended).any():
             return None
         rows = dict(row_first=0 * step.first, stop=step.columns + 0 * step.first, observers=step.appended)
