@@ -1,6 +1,6 @@
-/* attend whose last rows score the slots, on a GPU: the kernels of attend, then those of score in the same call. Rows
- * attend on tensor cores, whose logits lie in registers: to write them all to memory and read them again takes longer
- * than to make them twice. */
+/* attend whose last rows score the slots, on a GPU: the kernels of attend, then those of score in the same call. Logits
+ * lie in registers: to write them all to memory and read them again would be more than to make them twice
+ * (README.md). */
 // budget: regs 32, smem 0 (registers of a thread, bytes of a block)
 #include "launch.cuh"
 #include "state.cuh"
