@@ -188,20 +188,26 @@ def last_rows(q, held, k, v, first, scale, softcap, sinks, observers, span=-1):
 
 
 def attend_score(
-    q, held, k, v, first, row_first, stop, scale, softcap, *, sinks=None, observers, span=-1, **options
+    q, held, k, v, first, row_first, stop, scale, softcap, *, observers, causal, reduce, columns, sinks=None,
+    weight=None, term="a", group="mean", span=-1,
 ):  # fmt: skip
     out, lse, rows, _ = last_rows(q, held, k, v, first, scale, softcap, sinks, observers, span)
     rows |= dict(row_first=row_first, held=held, k=k, first=first, stop=stop, scale=scale, softcap=softcap)
-    return out, lse, score(**rows, **options)
+    how = dict(causal=causal, reduce=reduce, columns=columns, weight=weight, term=term, group=group)
+    return out, lse, score(**rows, **how)
 
 
-def attend_error(q, held, k, v, first, row_first, stop, scale, softcap, *, sinks=None, observers, **options):
+def attend_error(
+    q, held, k, v, first, row_first, stop, scale, softcap, *, observers, causal, kind, columns, sinks=None, weight=None,
+    alpha=0.0, group="sum",
+):  # fmt: skip
     out, lse, rows, o = last_rows(q, held, k, v, first, scale, softcap, sinks, observers)
     rows |= dict(row_first=row_first, held=held, k=k, v=v, first=first, stop=stop, scale=scale, softcap=softcap, o=o)
-    return out, lse, error(**rows, **options)
+    how = dict(causal=causal, kind=kind, columns=columns, weight=weight, alpha=alpha, group=group)
+    return out, lse, error(**rows, **how)
 
 
-def attend_peak(q, held, k, v, first, row_first, stop, lo, hi, scale, softcap, *, sinks=None, observers, causal):
+def attend_peak(q, held, k, v, first, row_first, stop, lo, hi, scale, softcap, *, observers, causal, sinks=None):
     out, lse, rows, _ = last_rows(q, held, k, v, first, scale, softcap, sinks, observers)
     rows |= dict(row_first=row_first, held=held, k=k, first=first, stop=stop, scale=scale, softcap=softcap)
     return out, lse, peak(**rows, lo=lo, hi=hi, causal=causal)
