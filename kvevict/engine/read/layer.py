@@ -189,7 +189,7 @@ def _measured(call: LayerCall) -> bool:
     columns = int(step.plan.ranks.mine(step.plan.ranks.counts(call.layer) + call.tokens[:, None]).max())
     op = partial(_ops.attend_score, call.q, call.held, call.k, call.v, step.first, columns=columns, **call.options)
     for need in as_needs(policy.score.needs):
-        found = quantity(need).attend(step, op)
+        found = quantity(need).attend(step.rows, step, op)
         if found is not None:
             call.out, call.lse, call.known[need] = found
             return True

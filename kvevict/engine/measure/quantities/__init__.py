@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import torch
 
 from ....ops import _ops
-from ....policy.inputs import LayerRows, Need, Observation, Observers, Slots, as_needs
+from ....policy.inputs import CallRows, LayerRows, Need, Observation, Observers, Slots, as_needs
 from ....policy.policy import Policy
 from ....policy.registry import Registry, load_folder
+from ....policy.rows import Rows
 from .. import per_row
 from ..inputs import INPUTS
 
@@ -54,13 +55,14 @@ class Quantity:
         return past
 
     def attend(
-        self, step: Any, op: Callable[..., tuple[torch.Tensor, ...]]
+        self, rows: Rows, step: CallRows, op: Callable[..., tuple[torch.Tensor, ...]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Let a chunk's rows attend and measure the quantity by one op, if the observing rows are the last ones of the
         chunk: (attention's output, log-sum-exp, what `measure` would return). None: there is no such op, so `measure`
         is called after attention. Asked only in layers of a prompt's chunk whose quantities are measured in any case.
 
-        step   the call's `kvevict.engine.read.step.Step`
+        rows   the `Rows` that observe
+        step   the facts about the call
         op     `kvevict.ops._ops.attend_score` with the tensors of the layer; it takes the other options of the op
         """
         return None

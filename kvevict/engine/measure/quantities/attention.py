@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from ....ops import _ops
-from ....policy.inputs import Observation, Observers, Slots
+from ....policy.inputs import CallRows, Observation, Observers, Slots
+from ....policy.rows import Rows
 from ....policy.rows.window import All
 from . import QUANTITIES, Quantity, observed
 
@@ -26,9 +27,9 @@ class AttentionWeight(Quantity):
     term: str = "a"
 
     def attend(
-        self, step: Any, op: Callable[..., tuple[torch.Tensor, ...]]
+        self, rows: Rows, step: CallRows, op: Callable[..., tuple[torch.Tensor, ...]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        if not isinstance(step.rows, All) or step.appended:
+        if not isinstance(rows, All) or step.appended:
             return None
         end = step.columns + 0 * step.first
         options = dict(reduce=self.reduce, group=self.group, term=self.term)

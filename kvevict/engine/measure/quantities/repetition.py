@@ -1,11 +1,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from ....ops import _ops
-from ....policy.inputs import Need, Observation, Observers, Slots
+from ....policy.inputs import CallRows, Need, Observation, Observers, Slots
+from ....policy.rows import Rows
 from ....policy.seen.rows import rolled
 from ....policy.seen.slots import KV
 from .. import projection
@@ -29,12 +30,12 @@ class RepeatedAttention(Quantity):
     needs: ClassVar[tuple[str | Need, ...]] = ("appended",)
 
     def attend(
-        self, step: Any, op: Callable[..., tuple[torch.Tensor, ...]]
+        self, rows: Rows, step: CallRows, op: Callable[..., tuple[torch.Tensor, ...]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        if not step.rows.repeats or (step.rows.observing(step) < step.appended).any():
+        if not rows.repeats or (rows.observing(step) < step.appended).any():
             return None
-        rows = dict(row_first=0 * step.first, stop=step.columns + 0 * step.first, observers=step.appended)
-        out, lse, largest = op(**rows, causal=False, reduce="max", group="max", span=self.sink)
+        last = dict(row_first=0 * step.first, stop=step.columns + 0 * step.first, observers=step.appended)
+        out, lse, largest = op(**last, causal=False, reduce="max", group="max", span=self.sink)
         return out, lse, largest.clamp_max(1)
 
     def measure(self, slots: Slots, observation: Observation, appended: Appended) -> torch.Tensor:
