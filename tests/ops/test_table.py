@@ -118,7 +118,7 @@ def test_a_bad_argument_is_named(op, name):
     ("norm", {"p": 3}, r"p is 3, expected 1\.\.2"),
     ("attend_score", {"span": -2}, r"span is -2, expected -1\.\.2147483647"),
     ("attend_score", {"reduce": "max"}, "reduce is 'max', expected 'sum' or 'mean' with a weight or an entropy"),
-    ("attend_score", {"observers": 10}, "observers is 10, expected at most the 9 rows of q"),
+    ("attend_score", {"observers": 10, "weight": None}, "observers is 10, expected at most the 9 rows of q"),
     ("attend_error", {"alpha": -1.0}, "alpha is -1, expected a number >= 0"),
 ])  # fmt: skip
 def test_a_bad_option_is_a_value_error(op, wrong, said):
