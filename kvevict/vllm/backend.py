@@ -185,8 +185,8 @@ class Impl(AttentionImpl):
             output[:n] = states.decode(
                 query[:n], key[:n], value[:n], step.blocks, step.tokens, step.positions, step.last
             )
-        for rows, *request in step.spans:
-            output[rows] = states.read(query[rows], key[rows], value[rows], *request)
+        for rows, block, tokens, copies in step.spans:
+            output[rows] = states.read(query[rows], key[rows], value[rows], block, tokens, copies)
         return output
 
     def _states(self, layer: AttentionLayer, cache: Tensor) -> States:

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..asking.prompts import Tokenizer
 from ..engine.measure.quantities import of_policy
 from ..policy import kv
 from ..policy.building import build
@@ -164,14 +165,15 @@ def _lacking(policy: Policy) -> list[tuple[str, str]]:
     return [(reason, change) for refused, reason, change in REFUSED if refused(policy)]
 
 
-def tokenizer_of(name: str, revision: str | None, trusted: bool) -> object:
+def tokenizer_of(name: str, revision: str | None, trusted: bool) -> Tokenizer | None:
     """The model's tokenizer; None if Transformers cannot load it, for example for a model in one of vLLM's own
     formats."""
     from transformers import AutoTokenizer
 
+    found: Tokenizer | None = None
     with contextlib.suppress(Exception):
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trusted)
-    return None
+        found = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trusted)  # type: ignore
+    return found
 
 
 def check(config: "VllmConfig", latents: bool = False) -> None:

@@ -9,6 +9,7 @@ import functools
 import math
 from typing import NamedTuple
 
+from ..asking.prompts import Tokenizer, ids_of
 from ..asking.question import LastTurn
 from ..asking.tokens import find
 from .options import VllmOptions, tokenizer_of
@@ -20,18 +21,18 @@ COPIES = "kvevict_copies"
 
 
 class Copies(NamedTuple):
-    """The copies of a question in a prompt: they end the first `count` periods, each with `size` tokens."""
+    """The copies of a question in a prompt: they end the first `number` periods, each with `size` tokens."""
 
     size: int = 0
-    count: int = 0
+    number: int = 0
 
     def ending(self, tokens: int, period: int) -> int:
         """The number of rows of a copy among the last ones of a period that ends after `tokens` tokens."""
-        return self.size if tokens <= self.count * period else 0
+        return self.size if tokens <= self.number * period else 0
 
     def before(self, tokens: int, period: int) -> int:
         """The number of copies' tokens in the periods before the one of token number `tokens`, counted from 0."""
-        return self.size * min(tokens // period, self.count)
+        return self.size * min(tokens // period, self.number)
 
 
 NONE = Copies()
@@ -61,15 +62,16 @@ def with_copies(ids: list[int], question: list[int], period: int, most: float = 
 class Asking:
     """Finds the questions of one model's requests."""
 
-    def __init__(self, options: VllmOptions, tokenizer: object) -> None:
+    def __init__(self, options: VllmOptions, tokenizer: Tokenizer | None) -> None:
         self.options, self.tokenizer = options, tokenizer
         self._finder = None if tokenizer is None else LastTurn(tokenizer)
 
     @classmethod
     @functools.cache
-    def of(cls, options: VllmOptions, *tokenizer: object) -> "Asking":
-        """The object for a model with these options. tokenizer: its name, revision, and whether its code is trusted."""
-        return cls(options, tokenizer_of(*tokenizer))
+    def of(cls, options: VllmOptions, name: str, revision: str | None, trusted: bool) -> "Asking":
+        """The object for a model with these options. name, revision, trusted: the tokenizer's, and whether its code is
+        trusted."""
+        return cls(options, tokenizer_of(name, revision, trusted))
 
     def question(self, ids: list[int], named: str | None) -> list[int]:
         """Return the tokens of the question of a prompt, at most the policy's `window` observing rows; [] if no rows
@@ -80,7 +82,7 @@ class Asking:
             return []
         if named is not None and self.tokenizer is not None:
             span = find(self.tokenizer, ids, named)
-            asked = ids[slice(*span)] if span else self.tokenizer.encode(named, add_special_tokens=False)
+            asked = ids[slice(*span)] if span else ids_of(self.tokenizer, named)
             return asked[-own:]
         spans = self._finder.found(ids)[0] if self._finder is not None else ()
         if not spans or (spans[0][0] >= len(ids) - own and self._finder.begins(ids, spans[-1])):

@@ -30,6 +30,8 @@ class Questions:
 
     options: VllmOptions
     asking: Asking
+    requests: dict[str, Request]
+    max_model_len: int
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
@@ -48,7 +50,7 @@ class Questions:
         # An answer of up to a period keeps its room before `max_model_len`.
         room = self.max_model_len - len(ids) - min(request.max_tokens, period)
         ids, copies = with_copies(ids, question, period, room // len(question) if question else 0)
-        if copies.count:
+        if copies.number:
             request.prompt_token_ids, request.num_prompt_tokens = ids, len(ids)
             request._all_token_ids[:] = ids
             params.extra_args = given | {COPIES: list(copies)}

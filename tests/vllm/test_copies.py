@@ -38,7 +38,7 @@ def test_a_question_may_be_named_under_a_window():
         written, host.copies = with_copies(ids.tolist(), question.tolist(), CHUNK)
         host.read(torch.tensor(written), drawn(len(written)))
         kept.append(host.kept(len(written)))
-        tail = [*range(host.copies.count * (CHUNK - 3), len(ids))]
+        tail = [*range(host.copies.number * (CHUNK - 3), len(ids))]
         for head in itertools.chain(*kept[-1]):
             assert head == sorted({*head}) and head[-len(tail) :] == tail and len(head) == BUDGET + len(tail)
     assert kept[0] != kept[1]
@@ -50,10 +50,10 @@ def test_a_prompt_with_copies_is_the_prompt_without_them(n):
     ids, question = list(range(n)), [-3, -2, -1]
     written, copies = with_copies(ids, question, 16)
     assert [token for token in written if token >= 0] == ids
-    assert copies.count == written.count(-2) == (0 if n <= 16 else (len(written) - 1) // 16)
-    assert all(written[16 * m - 3 : 16 * m] == question for m in range(1, copies.count + 1))
-    assert all(copies.ending(16 * m, 16) == (3 if m <= copies.count else 0) for m in range(1, 20))
-    assert with_copies(ids, question, 16, 1)[1].count == min(1, copies.count)
+    assert copies.number == written.count(-2) == (0 if n <= 16 else (len(written) - 1) // 16)
+    assert all(written[16 * m - 3 : 16 * m] == question for m in range(1, copies.number + 1))
+    assert all(copies.ending(16 * m, 16) == (3 if m <= copies.number else 0) for m in range(1, 20))
+    assert with_copies(ids, question, 16, 1)[1].number == min(1, copies.number)
     assert with_copies(ids, [], 16) == with_copies(ids, [0] * 16, 16) == with_copies(ids, [0] * 20, 16) == (ids, NONE)
 
 
