@@ -401,9 +401,9 @@ def test_an_archive_on_the_host(policy, kind, place, slow, monkeypatch, tmp_path
         module, name = late[slow]
         real = getattr(module, name)
 
-        def delayed(*arguments):
+        def delayed(*arguments, **options):
             torch.cuda._sleep(2 * 10**7)
-            return real(*arguments)
+            return real(*arguments, **options)
 
         monkeypatch.setattr(module, name, delayed)
     got, *caches = conversation(model, "memory" if place == "memory" else str(tmp_path), policy, **kind)
