@@ -55,7 +55,7 @@ class Quantity:
         return past
 
     def attend(
-        self, rows: Rows, step: CallRows, op: Callable[..., tuple[torch.Tensor, ...]]
+        self, rows: Rows, step: CallRows, op: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Let a chunk's rows attend and measure the quantity by one op, if the observing rows are the last ones of the
         chunk: (attention's output, log-sum-exp, what `measure` would return). None: there is no such op, so `measure`

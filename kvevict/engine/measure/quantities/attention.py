@@ -27,7 +27,7 @@ class AttentionWeight(Quantity):
     term: str = "a"
 
     def attend(
-        self, rows: Rows, step: CallRows, op: Callable[..., tuple[torch.Tensor, ...]]
+        self, rows: Rows, step: CallRows, op: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         if not isinstance(rows, All) or step.appended:
             return None

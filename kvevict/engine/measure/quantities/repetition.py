@@ -30,7 +30,7 @@ class RepeatedAttention(Quantity):
     needs: ClassVar[tuple[str | Need, ...]] = ("appended",)
 
     def attend(
-        self, rows: Rows, step: CallRows, op: Callable[..., tuple[torch.Tensor, ...]]
+        self, rows: Rows, step: CallRows, op: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         if not rows.repeats or (rows.observing(step) < step.appended).any():
             return None
