@@ -111,8 +111,8 @@ def test_nan():
         p = prepared({**long(torch.float32, layout="dense"), "stop": i32([301])}, 301, of)
         p[where][0, 0, 100] = NAN
         one, other = call(OF[of], p), apart(p, of)
+        assert one[0].isnan().any()  # the output; which other results it reaches depends on `where`
         for x, y in zip(one, other, strict=True):
-            assert x.isnan().any() or (of == "score" and where == "k")
             assert torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
