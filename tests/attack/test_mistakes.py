@@ -342,15 +342,16 @@ def test_foreign_settings(first, tmp_path, capsys):
 def test_carriage_returns(tmp_path):
     """A file with other line ends is not the beginning that a killed process left."""
     path = tmp_path / "results"
-    text = "\r".join(json.dumps(x) for x in ({"settings": {"a": 1}}, LINE)) + "\r"
+    settings = {"a": 1, "question": "last"}
+    text = "\r".join(json.dumps(x) for x in ({"settings": settings}, LINE)) + "\r"
     for known in (text, text.replace("\r", "\r\n")[:-1]):
         path.write_bytes(known.encode())
         if "\n" in known:
-            Results(path, {"a": 1}).file.close()
+            Results(path, settings).file.close()
             assert path.read_bytes() == known[: known.rindex("\n") + 1].encode()
             continue
         with pytest.raises(ValueError, match="holds no results"):
-            Results(path, {"a": 1})
+            Results(path, settings)
         assert path.read_bytes() == known.encode()
 
 

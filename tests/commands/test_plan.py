@@ -173,19 +173,27 @@ def test_linear_flops(family, name, options):
 @pytest.fixture
 def seen(monkeypatch):
     """The pairs of rows and slots that attention's ops were given, each of 2 query heads per kv head counted."""
-    seen, own = Counter(), {op: getattr(kvevict.ops._ops, op) for op in ("attend", "decode")}
+    ops = ("attend", "attend_score", "decode")
+    seen, own = Counter(), {op: getattr(kvevict.ops._ops, op) for op in ops}
 
-    def attend(q, held, k, v, first, stop=None, **options):
+    def pairs(q, held, k, first, stop=None):
         below = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2])
         new = below.sum() if stop is None else q.shape[2] * (stop - first)[:, None]  # with a stop all see all before
-        seen["attend"] += 2 * int((new + q.shape[2] * held.len).sum())
+        return 2 * int((new + q.shape[2] * held.len).sum())
+
+    def attend(q, held, k, v, first, stop=None, **options):
+        seen["attend"] += pairs(q, held, k, first, stop)
         return own["attend"](q, held, k, v, first, stop=stop, **options)
+
+    def attend_score(q, held, k, v, first, **options):
+        seen["attend"] += pairs(q, held, k, first)
+        return own["attend_score"](q, held, k, v, first, **options)
 
     def decode(q, k, v, pos, held, **options):
         seen["decode"] += 2 * int((held.len + 1).sum())
         return own["decode"](q, k, v, pos, held, **options)
 
-    for op in (attend, decode):
+    for op in (attend, attend_score, decode):
         monkeypatch.setattr(kvevict.ops._ops, op.__name__, op)
     return seen
 

@@ -262,7 +262,8 @@ class Row:
     def _selection(self, order):
         for start, stop, select in self.o["select_by_layer"]:
             if start <= order and (stop is None or order < stop):
-                return {"Selection": "token", "PooledTokens": "pooled", "Runs": "chunk"}[type(select).__name__]
+                names = {"Selection": "token", "PooledTokens": "pooled", "Runs": "chunk"}
+                return select if isinstance(select, str) else names[type(select).__name__]
         return self.o["select"]
 
     def _run_length(self, order):

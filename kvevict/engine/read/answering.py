@@ -113,7 +113,9 @@ class Recalling(Deciding):
         for call in self.calls:
             if call.index in tiers.every:
                 tiers.write(call.index, *call.new, call.step.positions, call.step.first, call.step.padding)
-        for call in self.calls:
+        calls, self.calls = self.calls, []
+        while calls:  # a call that is done has the only reference to its layer's copies from the host
+            call = calls.pop(0)
             if not super().takes(call):
                 continue
             slots = self.slots(call)
