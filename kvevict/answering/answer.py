@@ -159,8 +159,8 @@ class Pipeline:
     pipe(context, questions=["Who?", "Where?"])["answers"]
 
     policy and options are as `kvevict.read` takes them and are checked at once; a warning tells of a policy for known
-    questions without recall. A call takes `context` (a text or a
-    cache) and batch_size=, max_new_tokens=, ... as `kvevict.answer` does.
+    questions without recall. A call takes `context` (a text or a cache) and batch_size=, max_new_tokens=, ... as
+    `kvevict.answer` does.
     """
 
     def __init__(self, model: Any, tokenizer: Any, policy: str | Policy | None = None, **options: Any) -> None:

@@ -14,9 +14,8 @@ PLENTY = 2**31 - 1  # no limit: no cache has more slots or tokens, since positio
 # Budget if none is named and there is no threshold: of the slots per kv head that were measured, the most with which
 # prompts of 8,000 and 12,000 tokens take at most 1.2 of the time that they take with 512 (docs/usage.md, Which budget?)
 SLOTS = 4096
-CHUNK = (
-    4096  # chunk size of presets that read in chunks, where their method has no own (docs/usage.md, Which chunk size?)
-)
+# Chunk size of presets that read in chunks, where their method has none of its own (docs/usage.md, Which chunk size?)
+CHUNK = 4096
 DEEPEST = 64  # largest number of levels of nested objects and lists in JSON text
 
 
@@ -114,6 +113,11 @@ def at_least_0(name: str, value: Any, positive: bool = False) -> None:
 
 
 UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+def keeps_all(budget: object) -> bool:
+    """Return whether a budget is 1.0, the share that keeps all slots; the int 1 is one slot."""
+    return isinstance(budget, float) and budget == 1
 
 
 def byte_count(name: str, text: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import rules, values
-from .checks import PLENTY, SLOTS, builtin, byte_count, one_of, parsed
+from .checks import PLENTY, SLOTS, builtin, byte_count, keeps_all, one_of, parsed
 from .heads import HeadBudget
 from .layers import LayerBudget
 from .parts import PARTS, as_part, from_plain, to_plain
@@ -165,7 +165,7 @@ class Policy:
 
     def slots(self, tokens: int) -> int:
         """Return B, the slots per kv head, of a batch row that has seen `tokens` tokens of text (METHODS section 0)."""
-        if self.budget is None or (self.budget == 1 and isinstance(self.budget, float)):
+        if self.budget is None or keeps_all(self.budget):
             return PLENTY
         if isinstance(self.budget, str):
             raise ValueError(f"budget={self.budget!r} is a number of slots for one model alone: call `in_slots` first")

@@ -7,6 +7,7 @@ from torch import nn
 
 from ..models import families
 from . import kv
+from .checks import keeps_all
 from .policy import Policy
 
 
@@ -30,7 +31,7 @@ def reach(policy: Policy, here: bool, tokens: int, sizes: Sizes) -> Reach:
     in the memory of the model's device."""
     for name in ("recall_slots", "recall_after", "threshold"):
         if (given := getattr(policy, name)) is not None:
-            all_slots = name == "recall_slots" and isinstance(given, float) and given == 1
+            all_slots = name == "recall_slots" and keeps_all(given)
             return Reach(False, f"{'all' if all_slots else 'chosen'} slots: {name}={given} was given")
     if policy.decode:
         return Reach(False, "chosen slots: decode=True evicts while an answer is written")

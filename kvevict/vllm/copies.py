@@ -25,7 +25,7 @@ class RequestCopies(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise ValueError for a question that is no text; the server answers 400."""
+        """Raise ValueError for a question that is not a text; the server answers 400."""
         questions.check(sampling_params.extra_args)
 
     def is_argmax_invariant(self) -> bool:

@@ -39,8 +39,8 @@ NONE = Copies()
 
 
 def check(given: dict | None) -> None:
-    """Raise ValueError for the further arguments of a client's request if its question is no text, or if they have
-    what only the engine may set."""
+    """Raise ValueError for the further arguments of a client's request if its question is not a text, or if they
+    have what only the engine may set."""
     question = (given or {}).get(QUESTION, "a text")
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{QUESTION} must be a text, the question's words, got {question!r}")

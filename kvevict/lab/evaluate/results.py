@@ -59,13 +59,8 @@ OPTIONAL = dict(
 )  # fmt: skip
 KEY = (*CASE, "policy", "budget", "chunk_size", "mode")  # the case and the `RunSpec`, which identify a line
 OLD_MODES = {"aware": "known", "agnostic": "later"}  # {a mode's name in files of earlier versions: its name now}
-ADDED = {
-    "policies",
-    "budgets",
-    "chunk_sizes",
-    "modes",
-    "given",
-}  # settings that a later run with the same file may change
+# Settings that a later run with the same file may change
+ADDED = {"policies", "budgets", "chunk_sizes", "modes", "given"}
 
 
 class Results:
