@@ -63,7 +63,7 @@ static void check(int ok, const char *what) {
   if (!ok && failures++ < 20) printf("  FAIL %s\n", what);
 }
 
-static void check_close(double got, double want, double tolerance, const char *what, int64_t at) {
+static inline void check_close(double got, double want, double tolerance, const char *what, int64_t at) {
   if (isnan(got) && isnan(want)) return;
   if (got == want) return;
   const double error = fabs(got - want) / tolerance;
@@ -266,7 +266,7 @@ static void drop(problem *p) {
 /* ---- the contract in double ---- */
 
 /* Logit of row t of query head h at slot i; raises *error to the error that fp32 may have. */
-static double logit_of(const problem *p, int64_t b, int64_t h, int64_t t, int64_t i, double *error) {
+static inline double logit_of(const problem *p, int64_t b, int64_t h, int64_t t, int64_t i, double *error) {
   const double *q = p->qs + ((b * p->H + h) * p->T + t) * p->D;
   const double *k = p->ks + ((b * p->Hkv + h / p->G) * p->most + i) * p->D;
   double x = 0, size = 0;
@@ -278,7 +278,7 @@ static double logit_of(const problem *p, int64_t b, int64_t h, int64_t t, int64_
 }
 
 /* s [n] logits -> probabilities; returns lse. A sink is one more logit. */
-static double softmax(double *s, int64_t n, double sink) {
+static inline double softmax(double *s, int64_t n, double sink) {
   double m = sink, l = 0;
   for (int64_t i = 0; i < n; i++) m = s[i] > m ? s[i] : m;
   const double at = m == -INFINITY ? 0 : m;
