@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec, SlidingWindowSpec
 
 from .copies import OF_CONFIG
 from .options import VllmOptions, copies_questions, options_of
@@ -78,7 +78,8 @@ class Backend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        if type(spec) is not FullAttentionSpec:
+        full = type(spec) is FullAttentionSpec
+        if not full and (type(spec) is not SlidingWindowSpec or spec.sliding_window < cls.max_tokens):
             raise ValueError("kvevict in vLLM: the model has layers with a sliding window: serve it without kvevict")
         shape = StateShape(spec.num_kv_heads, spec.head_size, spec.dtype, cls.options)
         own = {name: getattr(spec, name) for name in ("num_kv_heads", "head_size", "head_size_v", "dtype")}
@@ -92,7 +93,7 @@ class Backend(AttentionBackend):
 def backend_of(options: VllmOptions, max_tokens: int) -> type[Backend]:
     """The backend class of a model with these options, whose requests have at most `max_tokens` tokens. Options are
     attributes of the class, since vLLM calls a backend's methods without naming the model."""
-    impl = type("Impl", (Impl,), dict(options=options))
+    impl = type("Impl", (Impl,), dict(options=options, max_tokens=max_tokens))
     return type("Backend", (Backend,), dict(options=options, max_tokens=max_tokens, impl=impl, __module__=__name__))
 
 
@@ -145,6 +146,7 @@ class Builder(AttentionMetadataBuilder):
 
 class Impl(AttentionImpl):
     options: ClassVar[VllmOptions]
+    max_tokens: ClassVar[int]
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
@@ -160,7 +162,7 @@ class Impl(AttentionImpl):
                 "remembers: give each model a process of its own"
             )
         for refused, what in (
-            (sliding_window is not None, "a sliding window"),
+            (sliding_window is not None and sliding_window < self.max_tokens, "a sliding window"),
             (alibi_slopes is not None, "ALiBi"),
             (attn_type != "decoder", f"attention of the type {attn_type}"),
             (kv_sharing_target_layer_name is not None, "the keys of another layer"),

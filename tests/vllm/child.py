@@ -1,11 +1,15 @@
-"""python child.py JOB.json: runs vLLM in this process, which has one configuration of kvevict, and writes RESULT.json.
+"""Runs vLLM, each job in a process of its own, which has one configuration of kvevict.
 
-A job: {"model" or "models": folders, "llm": options of LLM, "runs": [{"prompts": lists of ids, "do": what}, ..]}. A
-result: per model and run what the function of that name returns.
+A line of the input has the names of three files, [job, result, log]; after each job its exit code is printed. A job:
+{"models": folders, "llm": options of LLM, "runs": [{"prompts": lists of ids, "do": what}, ..]}. A result: per model and
+run what the function of that name returns.
 """
 
+import gc
 import json
 import os
+import random
+import signal
 import sys
 
 os.environ |= dict(
@@ -21,11 +25,15 @@ def layers(llm):
     return sorted((layer.impl.states for layer in found), key=lambda states: states.layer)
 
 
-def greedy(llm, prompts, new=20, **more):
+def greedy(llm, prompts, new=20, adapter=None, **more):
+    """The tokens of each answer to each prompt. adapter: the folder of a LoRA adapter."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     params = SamplingParams(**dict(temperature=0, max_tokens=new, ignore_eos=True) | more)
-    outputs = llm.generate([dict(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
+    request = None if adapter is None else LoRARequest("adapter", 1, adapter)
+    prompts = [dict(prompt_token_ids=ids) for ids in prompts]
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=request)
     return [[list(each.token_ids) for each in output.outputs] for output in outputs]
 
 
@@ -65,6 +73,21 @@ def kept(llm, prompts, new):
     return found
 
 
+def scored(llm, prompts):
+    """The logprob of each token of the prompts after the first one, and the bytes of a request in vLLM's cache."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([dict(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
+    found = [
+        [each[token].logprob for each, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+        for output, ids in zip(outputs, prompts, strict=True)
+    ]
+    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    size = sum(states.k.nbytes + states.v.nbytes for states in layers(llm)) // blocks
+    return dict(logprobs=found, bytes=size)
+
+
 def asked(llm, prompts, new, question, **more):
     """Each request's prompt as its output has it, its tokens, and the number of its prompt logprobs."""
     from vllm import SamplingParams
@@ -101,27 +124,44 @@ def preempted(llm, prompts, new, after, **more):
     return dict(tokens=[list(each.token_ids) for each in run(llm, prompts, new, lose, **more)], lost=lost)
 
 
-def aborted(llm, prompts, new):
-    """Every second request is aborted after some steps; the blocks that are not free in the end, of those before."""
-    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+def soak(llm, prompts, new, number):
+    """So many requests for one of the prompts and up to `new` tokens, of which ten are there at a time. A step in ten
+    aborts one of them, and one in a hundred takes all states. Returns each request's [prompt, length, tokens or None if
+    it was aborted], and what vLLM counts in the end: blocks that are not free but were, requests that it still has."""
+    from vllm import SamplingParams
+
+    engine, drawn = llm.llm_engine, random.Random(0)
+    scheduler = engine.engine_core.engine_core.scheduler
+    pool, asked, there = scheduler.kv_cache_manager.block_pool, [], set()
     free = pool.get_num_free_blocks()
+    while there or len(asked) < number:
+        while len(there) < 10 and len(asked) < number:
+            name, which, length = str(len(asked)), drawn.randrange(len(prompts)), drawn.randint(1, new)
+            params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+            engine.add_request(name, dict(prompt_token_ids=prompts[which]), params)
+            there.add(name)
+            asked.append([which, length, None])
+        for output in engine.step():
+            if output.finished and output.request_id in there:
+                there.remove(output.request_id)
+                asked[int(output.request_id)][2] = list(output.outputs[0].token_ids)
+        if there and drawn.random() < 0.1:
+            gone = drawn.choice(sorted(there))
+            there.remove(gone)
+            engine.abort_request([gone])
+        if drawn.random() < 0.01:
+            assert engine.reset_prefix_cache(reset_running_requests=True)
+    left = [free - pool.get_num_free_blocks(), *scheduler.get_request_counts(), len(scheduler.requests)]
+    return dict(asked=asked, left=left)
 
-    def abort(step, scheduler):
-        if step == 5:
-            llm.llm_engine.abort_request([str(i) for i in range(0, len(prompts), 2)])
 
-    answers = run(llm, prompts, new, abort)
-    tokens = [each and list(each.token_ids) for each in answers]
-    return dict(tokens=tokens, lost=free - pool.get_num_free_blocks())
-
-
-def main(job, result):
+def do(job, result):
     with open(job, encoding="utf-8") as file:
         asked = json.load(file)
     from vllm import LLM
 
     results, alive = [], []  # vLLM ends what models share with the first one that ends
-    for model in asked.get("models") or [asked["model"]]:
+    for model in asked["models"]:
         options = dict(dtype="float32", enforce_eager=True, seed=0, max_num_seqs=8, kv_cache_memory_bytes=64 << 20)
         llm = LLM(model=model, **options | asked["llm"])
         alive.append(llm)
@@ -130,5 +170,24 @@ def main(job, result):
         json.dump(results, file)
 
 
+def main():
+    """Do each job in a fork of this process, which has imported vLLM: imports and vLLM's garbage collections take ten
+    times as long as a small job."""
+    import vllm.entrypoints.llm
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    gc.freeze()
+    for line in sys.stdin:
+        job, result, log = json.loads(line)
+        if not (pid := os.fork()):
+            signal.alarm(600)  # ends a job that hangs, after so many seconds
+            with open(log, "w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            do(job, result)
+            os._exit(0)  # without vLLM's clean-up
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

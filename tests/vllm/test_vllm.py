@@ -1,45 +1,28 @@
 """vLLM with kvevict's backend: tokens, slots and requests. vLLM runs in processes of its own: `.ci/run vllm`."""
 
 import concurrent.futures
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
 import urllib.request
-from pathlib import Path
 
 import pytest
+import safetensors.torch
 import tiny
 import torch
 from caches import kept
-from vllm_server import serving
+from in_vllm import QUESTIONS, by_engine, needed, prompts, save, serving, vllm
 
-import kvevict
-
-FOUND = importlib.util.find_spec("vllm")  # without vLLM it may be this folder, which has no file of its own
-pytestmark = pytest.mark.skipif(FOUND is None or not FOUND.origin, reason="vLLM is missing: .ci/run vllm has it")
-CHILD = Path(__file__).with_name("child.py")
+pytestmark = needed
 PERIOD, BUDGET, LONGEST = 16, 32, 256
 FITS = dict(budget=LONGEST, period=PERIOD, policy="snapkv", window=8)
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2)
-TYPES = ["llama", "mistral", "qwen2", "qwen3", "olmo2", "granite"]
-
-
-def prompts(lengths, seed=3):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
-
-
-def vllm(folder, models, runs, options=None, **llm):
-    """The results of child.py."""
-    job, result = folder / "job.json", folder / "result.json"
-    more = {} if options is None else dict(additional_config=dict(kvevict=options))
-    job.write_text(json.dumps(dict(models=models, runs=runs, llm=dict(max_model_len=LONGEST) | llm | more)))
-    done = subprocess.run([sys.executable, CHILD, job, result], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return json.loads(result.read_text())
+TYPES = [
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "glm4", "stablelm", "granite", "olmo2", "cohere", "nemotron",
+    "starcoder2",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +32,7 @@ def llama(tmp_path_factory):
 
 def test_tokens_are_vllms_where_everything_fits(tmp_path):
     """Greedy, float32: types of models, several requests at once, answers over periods' ends."""
-    models = [tiny.save(tmp_path / family, family, max_position_embeddings=LONGEST)[0] for family in TYPES]
+    models = [save(tmp_path / name, name) for name in TYPES]
     runs = [dict(do="greedy", prompts=prompts([5, 60, 131, 16, 17]), new=40)]
     plain = vllm(tmp_path, models, runs)
     for policy, tokens in (("edie", 256), ("snapkv", 37)):
@@ -68,25 +51,18 @@ def test_slots_and_logprobs_are_the_engines(tmp_path, llama, policy):
     small, large = (
         vllm(tmp_path, [folder], runs, options, max_num_batched_tokens=n, max_num_seqs=4)[0][0] for n in (7, 100)
     )
-    schedule = dict(budget=BUDGET, chunk_size=PERIOD, decode=True, interval=PERIOD) | window
     for ids, one, other in zip(texts, small, large, strict=True):
         assert (one["tokens"], one["slots"]) == (other["tokens"], other["slots"])
-        every = torch.tensor([ids + one["tokens"]])
-        with kvevict.evicting(model, policy, **schedule), torch.no_grad():
-            begin = max(len(ids) // PERIOD * PERIOD, 1)
-            out = model(every[:, :begin], use_cache=True)
-            logits = [out.logits[0]]
-            for at in range(begin, every.shape[1] - 1):
-                out = model(every[:, at : at + 1], past_key_values=out.past_key_values)
-                logits.append(out.logits[0])
-        engine = torch.cat(logits).log_softmax(-1)[len(ids) - 1 :]
+        read = ids + one["tokens"][:-1]
+        logits, cache = by_engine(model, read, len(ids), PERIOD, policy=policy, budget=BUDGET, **window)
+        engine = logits.log_softmax(-1)[len(ids) - 1 :]
         assert engine.argmax(-1).tolist() == one["tokens"]
         mine = torch.tensor([one["logprobs"], other["logprobs"]])
         torch.testing.assert_close(mine, engine.amax(-1).expand(2, -1), rtol=0, atol=2e-4)
-        assert [layer[0] for layer in kept(out.past_key_values)] == one["slots"]
+        assert [layer[0] for layer in kept(cache)] == one["slots"]
 
 
-def test_requests_together_aborted_and_preempted(tmp_path, llama):
+def test_requests_together_and_preempted(tmp_path, llama):
     """More requests than vLLM has room for, in steps that mix them: each answers as it does alone."""
     folder, _ = llama
     texts = prompts([100, 3, 50, 16, 33, 77, 120, 15, 64, 40])
@@ -95,22 +71,15 @@ def test_requests_together_aborted_and_preempted(tmp_path, llama):
         dict(do="greedy", prompts=texts, new=50),
         dict(do="greedy", prompts=texts, new=50),  # again: vLLM's prefix cache finds nothing
         dict(do="preempted", prompts=texts[:5], new=50, after=[3, 9, 30]),
-        dict(do="aborted", prompts=texts, new=50),
         dict(do="greedy", prompts=texts[:3], new=50, n=3, temperature=1),  # vLLM refuses n > 1 without
     ]
     options = dict(budget=BUDGET, period=PERIOD, policy="edie", window=4)
     (results,) = vllm(tmp_path, [folder], runs, options, max_num_batched_tokens=48, max_num_seqs=6)
     alone = [result[0][0] for result in results[: len(texts)]]
-    together, again, preempted, aborted, drawn = results[len(texts) :]
+    together, again, preempted, drawn = results[len(texts) :]
     assert [answer for (answer,) in together] == [answer for (answer,) in again] == alone
     assert preempted == dict(tokens=alone[:5], lost=[5, 5, 5])
-    assert aborted["lost"] == 0
-    assert all(mine in (None, own) for mine, own in zip(aborted["tokens"], alone, strict=True))
-    assert aborted["tokens"][1::2] == alone[1::2]
     assert [len({*map(tuple, answers)}) for answers in drawn] == [3] * 3
-
-
-QUESTIONS = dict(scheduler_cls="kvevict.vllm.scheduler.create", logits_processors=["kvevict.vllm.copies:RequestCopies"])
 
 
 def test_a_question_observes_every_period_and_is_not_counted(tmp_path, llama):
@@ -152,6 +121,31 @@ def test_compiled_and_by_transformers_implementation(tmp_path, llama):
     eager = vllm(tmp_path, [folder], runs, options)
     assert vllm(tmp_path, [folder], runs, options, model_impl="transformers") == eager
     assert vllm(tmp_path, [folder], runs, options, enforce_eager=False) == eager
+
+
+def adapter(folder, model):
+    """Save a random LoRA adapter of a model's queries and values."""
+    weights = {}
+    for i, layer in enumerate(model.model.layers):
+        for name in ("q_proj", "v_proj"):
+            out, size = getattr(layer.self_attn, name).weight.shape
+            of = f"base_model.model.model.layers.{i}.self_attn.{name}.lora_"
+            weights |= {f"{of}A.weight": torch.randn(8, size), f"{of}B.weight": 0.1 * torch.randn(out, 8)}
+    folder.mkdir()
+    safetensors.torch.save_file(weights, folder / "adapter_model.safetensors")
+    config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=8, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_adapters_are_vllms_where_everything_fits(tmp_path, llama):
+    folder, model = llama
+    own = adapter(tmp_path / "adapter", model)
+    runs = [dict(do="greedy", prompts=prompts([40, 7, 90]), new=20, adapter=each) for each in (own, None)]
+    lora = dict(enable_lora=True, max_lora_rank=8)
+    ((adapted, base),) = plain = vllm(tmp_path, [folder], runs, **lora)
+    assert all(one != other for one, other in zip(adapted, base, strict=True))
+    assert vllm(tmp_path, [folder], runs, FITS, **lora) == plain
 
 
 @pytest.mark.parametrize(("family", "options", "llm", "said"), [
