@@ -19,7 +19,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("model", nargs="?", default=kvevict.small_llama())
 parser.add_argument("--prompts", required=True, type=Path)
 parser.add_argument("--out", default="answers.jsonl", type=Path)
-parser.add_argument("--budget", default=512, type=int)
+parser.add_argument("--budget", type=int, help="slots per kv head; default: kvevict's")
 parser.add_argument("--batch-size", default=4, type=int)
 parser.add_argument("--max-new-tokens", default=64, type=int)
 args = parser.parse_args()

@@ -20,7 +20,7 @@ parser.add_argument("model", nargs="?", default=kvevict.small_llama())
 parser.add_argument("--documents", required=True, type=Path)
 parser.add_argument("--questions", required=True, type=Path)
 parser.add_argument("--out", default="answers.jsonl", type=Path)
-parser.add_argument("--budget", default=512, type=int)
+parser.add_argument("--budget", type=int, help="slots per kv head; default: kvevict's")
 parser.add_argument("--max-new-tokens", default=64, type=int)
 args = parser.parse_args()
 

@@ -18,7 +18,7 @@ parser.add_argument("model", nargs="?", default=kvevict.small_llama())
 parser.add_argument("--text", required=True, type=Path)
 parser.add_argument("--parts", required=True, type=Path)
 parser.add_argument("--out", default="report.md", type=Path)
-parser.add_argument("--budget", default=512, type=int)
+parser.add_argument("--budget", type=int, help="slots per kv head; default: kvevict's")
 parser.add_argument("--max-new-tokens", default=512, type=int)
 args = parser.parse_args()
 

@@ -1,5 +1,6 @@
 """Shows a progress bar while a call runs, and warns, once per cause, when answers are likely to be wrong."""
 
+import sys
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -10,18 +11,22 @@ T = TypeVar("T")
 # When the question is known (`Policy.question`) -> share of the slots with which most answers were measured to be those
 # of the full cache (docs/usage.md, Which budget?). Below it a call warns.
 ENOUGH = {"known": 1 / 16, "later": 1 / 4}
+LIBRARIES = ("kvevict", "transformers", "torch", "peft", "accelerate", "contextlib")
 _given: set[Hashable] = set()
 
 
-def once(key: Hashable, text: str, stacklevel: int = 2) -> None:
-    """Issue the warning `text`, unless a warning with this key was issued before. `stacklevel` counts from this
-    function's caller, which is 1."""
+def once(key: Hashable, text: str) -> None:
+    """Issue the warning `text`, unless a warning with this key was issued before. It shows the line of the nearest
+    caller outside of these `LIBRARIES`."""
     if key not in _given:
         _given.add(key)
-        warnings.warn(text, stacklevel=stacklevel + 1)
+        frame, level = sys._getframe(1), 2
+        while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+            frame, level = frame.f_back, level + 1
+        warnings.warn(text, stacklevel=level)
 
 
-def of_share(meter: Any, policy: Any, asked: str, stacklevel: int) -> None:
+def of_share(meter: Any, policy: Any, asked: str) -> None:
     """Warn, once per budget, if a read kept a smaller share of its slots than is `ENOUGH` for what is asked of it.
     asked: when the question is known, one of the values of `Policy.question`. With recall nothing is lost, and a cache
     that was loaded has no meter."""
@@ -36,7 +41,7 @@ def of_share(meter: Any, policy: Any, asked: str, stacklevel: int) -> None:
         "known": f"with less than 1/16 more answers are wrong: give more slots (budget={-(-tokens // 16)} or more), or "
         "recall=True, with which the answer chooses from all tokens",
     }
-    once(("share", policy.budget), f"{kept:.1%} of the {tokens} tokens are kept, and {told[asked]}", stacklevel)
+    once(("share", policy.budget), f"{kept:.1%} of the {tokens} tokens are kept, and {told[asked]}")
 
 
 def of_later_questions(question: str, recalls: bool) -> None:
@@ -47,7 +52,6 @@ def of_later_questions(question: str, recalls: bool) -> None:
             "later",
             "a Pipeline's questions come after its text, and this policy keeps what a question in the prompt attends "
             "to: give recall=True, with which each question chooses from all tokens, or leave the policy out",
-            stacklevel=3,
         )
 
 
@@ -90,11 +94,12 @@ def of_question(found: Sequence[Any]) -> None:
     `kvevict.policy.rows.Found`."""
     for each in found:
         if each.missing:
+            tokenizer = "" if each.text else "give kvevict.patch the tokenizer=, or "
             once(
                 ("question", each.missing),
                 f"{each.missing}, so the prompt's last {each.tokens} tokens choose the slots in a question's place: "
-                "give tokenizer= (False: without this warning), name the question with kvevict.observing, or, where "
-                "there is none, take a policy without (paasvn)",
+                f"{tokenizer}name the question with kvevict.observing, or, where there is none, take a policy without "
+                "(paasvn); tokenizer=False goes on without this warning",
             )
 
 

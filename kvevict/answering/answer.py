@@ -84,7 +84,7 @@ def read(
         else:
             plan = plan_of(find_decoder(model))
             cache = Reading(file, model, plan.policy, plan.run, head + body).cache(forward)
-    cautions.of_share(cache.meter, cache.sequence.policy, "later", 3)
+    cautions.of_share(cache.meter, cache.sequence.policy, "later")
     return cache
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,8 +41,10 @@ def bound(differing: int, prompts: int, confidence: float) -> float:
 
 
 def allowed(prompts: int, agree: float, confidence: float) -> int:
-    """Return the largest number of differing answers with which the `bound` is at most 1 - agree. Raises ValueError,
-    which names how many prompts are enough, if even 0 differing answers are too many."""
+    """Return the largest number of differing answers with which the `bound` is at most 1 - agree. Raises ValueError if
+    even 0 differing answers are too many, and then names how many prompts are enough; and for a promise of 1."""
+    if 1 in (agree, confidence):
+        raise ValueError("no number of prompts promises all answers or is certain: give agree and confidence below 1")
     found = [d for d in range(prompts) if bound(d, prompts, confidence) <= 1 - agree + 1e-12]
     if not found:
         least = math.ceil(math.log(1 - confidence) / math.log(agree))
@@ -50,6 +53,13 @@ def allowed(prompts: int, agree: float, confidence: float) -> int:
             f"{least} or more, or ask for less"
         )
     return found[-1]
+
+
+def candidates_of(policies: Sequence[str], kinds: Sequence[str], confidence: float) -> tuple[list, float]:
+    """Return every pair (policy, kind of slots), and the confidence at which each of them is tested, so that
+    `confidence` holds for all together."""
+    pairs = list(dict.fromkeys(itertools.product(policies, kinds)))
+    return pairs, 1 - (1 - confidence) / max(1, len(pairs))
 
 
 @dataclass(frozen=True)
@@ -121,8 +131,7 @@ def calibrate(
     fraction("agree", agree)
     fraction("confidence", confidence)
     rows = [_ids(tokenizer, prompt, number) for number, prompt in enumerate(prompts, 1)]
-    candidates = list(dict.fromkeys(itertools.product(policies, kinds)))
-    level = 1 - (1 - confidence) / max(1, len(candidates))
+    candidates, level = candidates_of(policies, kinds, confidence)
     most = allowed(len(rows), agree, level)
     steps = sorted({count("budgets", budget, 1) for budget in budgets}, reverse=True)
     chosen = {
@@ -138,7 +147,9 @@ def calibrate(
             )
     answers = _Answers(model, tokenizer, max_new_tokens, chunk_size, file)
     tried = []
-    with tqdm(total=len(rows) * (1 + len(chosen)), unit="answer", disable=not progress) as bar:
+    seconds = 0.1 if sys.stderr.isatty() else 30  # a log gets a line each half minute
+    total = len(rows) * len(chosen)
+    with tqdm(total=total, unit="answer", disable=not progress, mininterval=seconds) as bar:
         for name, kv in candidates:
             for budget in steps:
                 setting, differing = chosen[name, kv, budget], 0

@@ -35,7 +35,7 @@ NEW_TOKENS = 512  # most tokens of an answer, if `generate` gets no other limit
 class Chat:
     """A chat with a model; the model itself is not changed:
 
-    chat = kvevict.Chat(model, tokenizer, budget=512, system="Answer briefly.")
+    chat = kvevict.Chat(model, tokenizer, system="Answer briefly.")
     print(chat.ask(f"{report}\\n\\nWho signed it?"))
     for piece in chat.stream("And when?"):
         print(piece, end="")

@@ -204,7 +204,8 @@ class LastTurn(Finder):
         rows: Any = policy.rows
         tokens = np.maximum(prompt - arguments.padding, 0)
         for b, n in enumerate(tokens.tolist() if arguments.ids is not None else ()):
-            of_whole(policy, n + arguments.seen[b], lambda b=b, n=n: self._turn(ids_of_row(arguments, b, n))[0])
+            at = arguments.seen[b]
+            of_whole(policy, n + at, lambda b=b, n=n, at=at: self._turn(ids_of_row(arguments, b, n), at)[0])
         if arguments.ids is None or not rows.at_the_end:
             return rows, unfound(rows, tokens.tolist(), "the prompt is given as embeddings, without its tokens' ids")
         last, tokens = rows.lengths(tokens).tolist(), tokens.tolist()
@@ -242,9 +243,13 @@ class LastTurn(Finder):
         rest, tail = squeezed(self.tokenizer.decode(ids[span[1] :])), squeezed(self._turns.tail)
         return len(ids) - span[1] > FEW and not (tail and rest.endswith(tail))
 
-    def _turn(self, ids: list) -> tuple[str, str]:
-        """Return (the last user's turn of a prompt, the text after it)."""
-        turn, rest = self._turns.last(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    def _turn(self, ids: list, seen: int) -> tuple[str, str]:
+        """Return (the last user's turn of a prompt that is read after `seen` tokens, the text after it). The turn may
+        have begun in the tokens before."""
+        text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        turn, rest = self._turns.last(text)
+        if not turn and seen and not self.request:
+            turn, rest = self._turns.inside(text, getattr(self.tokenizer, "all_special_tokens", ()))
         if self.request and not self._turns.opened:  # without a template nothing shows where the last turn begins
             return self.request, ""
         return (self.request or turn if not turn or squeezed(self.request) in squeezed(turn) else turn), rest
@@ -253,7 +258,7 @@ class LastTurn(Finder):
         """Find the question in a prompt that is read after `seen` tokens. Returns a pair: the spans whose queries are
         to score the slots, in order; and (start, stop, whether nothing repeats it) of a question before the text, or
         None."""
-        turn, rest = self._turn(ids)
+        turn, rest = self._turn(ids, seen)
         asked, opens = question_of(turn), question_before(turn)
         echo = asked and squeezed(asked) in squeezed(rest)  # a tool's call or result repeats the question
         after = find(self.tokenizer, ids, rest) if echo else None

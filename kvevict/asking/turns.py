@@ -1,7 +1,7 @@
 """Finds the texts with which a chat template surrounds a user's turn, and a tool's result and schemas in this turn."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,12 @@ class Turns:
         if begin and turn.startswith(begin):
             turn = turn.rpartition(end)[2]
         return turn, self.opened.join([rest, *turns[at + 1 :]])
+
+    def inside(self, text: str, special: Iterable[str]) -> tuple[str, str]:
+        """Split a text that goes on inside a user's turn into (the rest of the turn, the text after it); ("", "") if it
+        does not: if no turn ends in it, or another message begins before, which one of the `special` tokens shows."""
+        turn, end, rest = text.partition(self.ends) if self.ends else ("", "", "")
+        return (turn, rest) if end and not any(token in turn for token in special) else ("", "")
 
 
 def _called(tool: dict, written: Callable[[dict], object]) -> list[dict]:

@@ -1,13 +1,16 @@
+import itertools
+import sys
 from argparse import ArgumentParser
 from dataclasses import asdict
 
+from ..policy.checks import fraction
 from ..policy.text import DEFAULT
 from . import add_model, add_policies, check_file, command, grid
 
 
 @command
 def calibrate(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
-    """Find the smallest budget that keeps the full cache's answers to your prompts, with a bound for later prompts."""
+    """Find the smallest budget that keeps the full cache's answers to your prompts, and a bound for later ones."""
     add_model(parser, "model", nargs="?")
     parser.add_argument("--prompts", required=True, metavar="FILE",
                         help='JSON lines with a "prompt", a text, or "messages"; drawn as later ones are')  # fmt: skip
@@ -24,13 +27,23 @@ def calibrate(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
                         "from FILE.lines; default calibrated.json")  # fmt: skip
     args = parser.parse_args(argv)
     check_file("--out", args.out)
-    from ..answering.calibration import BUDGETS, calibrate, read_prompts
+    from ..answering.calibration import BUDGETS, allowed, calibrate, candidates_of, read_prompts
     from ..models.loading import load_model, small_llama
 
     try:
         prompts = read_prompts(args.prompts)
     except OSError as error:
         raise ValueError(f"--prompts {args.prompts}: {error.strerror}; give a file of JSON lines") from None
+    fraction("--agree", args.agree)
+    fraction("--confidence", args.confidence)
+    candidates, level = candidates_of(args.policies, args.kinds, args.confidence)
+    most = allowed(len(prompts), args.agree, level)  # raises ValueError for too few prompts
+    enough = next(n for n in itertools.count(len(prompts)) if allowed(n, args.agree, level) > most)
+    print(
+        f"{len(prompts)} prompts, {len(candidates)} candidate{'' if len(candidates) == 1 else 's'}: to promise "
+        f"{args.agree:.1%} of equal answers at most {most} may differ here, of {enough} prompts {most + 1}.",
+        file=sys.stderr,
+    )
     model, tokenizer = load_model(args.model or small_llama(), args.dtype, args.device)
     result = calibrate(
         model, tokenizer, prompts, agree=args.agree, confidence=args.confidence, policies=args.policies,

@@ -12,7 +12,7 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @command
 def serve(parser: ArgumentParser, argv: list[str]) -> None:
-    """Answer OpenAI's clients over HTTP, in bounded memory; questions about one text share the text's stored slots."""
+    """Answer OpenAI's clients over HTTP, in bounded memory; questions about one text share its stored slots."""
 
     def option(name: str, about: str, default: Any = None, **how: Any) -> None:
         if default is not None:

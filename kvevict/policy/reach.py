@@ -38,10 +38,14 @@ def reach(policy: Policy, here: bool, tokens: int, sizes: Sizes) -> Reach:
     if not here:
         return Reach(False, "chosen slots: the archive is not in the memory of the model's device")
     archive = tokens * sizes.slot
-    read = f"a token would read {archive / 2**20:.4g} MiB of the archive beside {sizes.weights / 2**20:.4g} of weights"
+    read = f"a token would read {_mib(archive)} MiB of the archive beside {_mib(sizes.weights)} of weights"
     if archive > sizes.weights:
         return Reach(False, f"chosen slots: {read}")
     return Reach(True, f"all slots: {read.replace(' would read', ' reads')}")
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f}" if size >= 100 << 20 else f"{size / 2**20:.3g}"
 
 
 def sizes_of(decoder: nn.Module, kind: str) -> Sizes:

@@ -35,7 +35,9 @@ def _calibrated(path: str) -> tuple[str, dict[str, Any]]:
         fields = parsed(Path(path).read_text("utf-8"))
         name, options = parse_policy(fields["policy"])
         return name, options | dict(budget=fields["budget"], kv=fields["kv"], chunk_size=fields["chunk_size"])
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+    except OSError as error:
+        raise ValueError(f"policy {path}: {error.strerror}; `kvevict calibrate` makes such a file") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"policy {path}: it is not a file of `kvevict calibrate` ({error!r}); make it anew") from None
 
 

@@ -29,6 +29,7 @@ from ..policy.tokenizer import told
 from .call import Call
 from .errors import Refused, of_field
 from .prefixes import Prefixes, keys_of, mark_of, shares_of, unmarked
+from .sampling import LONG
 from .scheduler import Scheduler
 
 SHORTEST = 256  # least tokens of a prefix that prompts share
@@ -85,6 +86,12 @@ class Reader:
     def size(self, call: Call, new: int) -> int:
         """Return the most bytes of slots that an answer of `new` tokens needs, its prompt's slots included."""
         return self.slot * (self._widest(call.policy, len(call.whole.ids)) + new)
+
+    def together(self) -> int:
+        """Return how many answers to prompts that fill the model's context can be written at once."""
+        tokens = self.context or 1 << 20
+        size = self.slot * (self._widest(plan_of(self.decoder).policy, tokens) + min(LONG, tokens))
+        return max(1, min(self.scheduler.most, self.scheduler.memory // size))
 
     def store(self, call: Call) -> Generator[Step, None, None]:
         """Read a call's stored text, and write its slots to disk, where they outlive this process."""

@@ -109,4 +109,14 @@ def server_of(model: str | None = None, **options: Any) -> Server:
     prefixes = Prefixes(loaded, given.memory, files, lambda: given.disk - texts.bytes, texts.gone)
     name = given.name or (Path(where).name if Path(where).exists() else where)
     most = min(BODY, LETTERS * context + (1 << 16))
-    return Server(name, loaded, tokenizer, policies, prefixes, texts, given, most)
+    server = Server(name, loaded, tokenizer, policies, prefixes, texts, given, most)
+    if (together := server.manager.reader.together()) < given.batch // 2:
+        log.note(
+            "few answers to long prompts fit the memory at once",
+            logging.WARNING,
+            answers=together,
+            batch=given.batch,
+            reason=f"{given.memory} bytes for answers, a budget of {given.budget}: give more --memory-bytes, or a "
+            "smaller --budget",
+        )
+    return server

@@ -40,6 +40,11 @@ def test_rows(tmp_path, capsys):
         assert row["cache_bytes"] == SLOT * 2 * 4 * slots
         assert row["read_seconds"] > 0 and row["decode_tokens_per_second"] > 0
     assert f"({20 / 90:.2f})" in next(text for text in out.splitlines() if text.split()[:2] == ["90", names[1]])
+    assert "none are evicted" not in out
+    _, _, out, _ = bench(folder, words.replace("90 48", "90 30").replace("--budget 20", "--budget 30"), capsys)
+    assert [line for line in out.splitlines() if "none are evicted" in line] == [
+        "Of 30 tokens none are evicted: give longer --lengths, or a smaller --budget."
+    ]
 
 
 def test_batches(tmp_path, capsys):

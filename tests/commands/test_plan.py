@@ -468,7 +468,7 @@ def test_command_of_recall(kind, tmp_path, capsys):
     read, weights = size - 4 * 4 * 2 * 520, weight_bytes(shared())  # without the positions
     rule = "all slots: a token reads" if read * 500 / 520 <= weights else "chosen slots: a token would read"
     assert rule.startswith("chosen") == (kind == "model")
-    rule += f" {read * 500 / 520 / 2**20:.4g} MiB of the archive beside {weights / 2**20:.4g}"
+    rule += f" {read * 500 / 520 / 2**20:.3g} MiB of the archive beside {weights / 2**20:.3g}"
     assert f"An answer attends to {rule} of weights." in lines
     for place in ("memory", str(tmp_path)):  # of four layers, two are on the GPU at once
         argv[4] = f"snapkv:recall={place},kv={kind}"
@@ -506,7 +506,8 @@ ERRORS = [
     (["--new-tokens", "-1"], "new_tokens must be at least 0"), (["--policy", "oracle"], "needs ids="),
     (["--memory", "24"], "--memory='24' is not a number of bytes"), (["--memory", "0GiB"], "not a number of bytes"),
     (["--memory", "100kB"], "nothing fits .* GiB of --memory, the weights alone take .*: give a smaller model"),
-    (["--memory", "1MiB", "--tokens", "20000"], "nothing fits .*: give fewer --tokens, or a smaller model"),
+    (["--memory", "1MiB", "--tokens", "20000", "--dtype", "float32"], "a smaller model, or weights in half of the"),
+    (["--memory", "1MiB", "--tokens", "20000", "--dtype", "bfloat16"], "nothing .*: give fewer .* a smaller model$"),
 ]  # fmt: skip
 
 

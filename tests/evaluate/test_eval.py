@@ -414,14 +414,15 @@ def test_what_runs_is_told(net, tmp_path, capsys):
     assert f"{tmp_path / 'm'}, float32 on cpu; tasks toy, 2 cases of each length, seed and depth; lengths 60" in said
     assert "Policies take, snapkv with 16 slots per kv head, read in the policy's own chunks, as" in said
     assert f"3 runs of every case; results go to {tmp_path / 'r'} " in said
-    assert re.search(r"the first text took \d+ s, all take about \d+ s", said) and "6/6" in said
+    assert re.search(r"the first text took \d+ s, the others take about \d+ s", said) and "6/6" in said
     assert "The policy finds the question as `kvevict.patch` does." in " ".join(out.split()).partition("Ran: ")[2]
     assert main([*words.split(), "--budgets", "16", "--cases", "2", "--mode", "known", "--table-only"]) == 0
     assert capsys.readouterr().out.partition("Ran: ")[2] == out.partition("Ran: ")[2]
 
 
 @pytest.mark.parametrize("words, message", [
-    ("--policies take", "--tasks is missing"), ("--tasks toy", "--policies is missing"),
+    ("--policies take", "--tasks is missing: give at least one of "),
+    ("--tasks toy --budgets 1", "budget=1 is too small"),
     ("--tasks toi --policies take", "unknown task 'toi'; did you mean 'toy'"),
     ("--tasks fidelity/toi --policies take", "unknown task 'toi'; did you mean 'toy'"),
     ("--tasks toy --policies take --temperature 0", "--temperature must be above 0, got 0.0"),

@@ -116,6 +116,9 @@ def test_refusals(net, tmp_path):
     ):
         with pytest.raises(error, match=match):
             kvevict.calibrate(net, words, asked, **WAYS)
+    for name in ("agree", "confidence"):
+        with pytest.raises(ValueError, match="give agree and confidence below 1"):
+            kvevict.calibrate(net, words, prompts(60), **WAYS | {name: 1})
     nothing = kvevict.Calibration(0.9, 0.95, 30, 4, [])
     with pytest.raises(ValueError, match="nothing to save"):
         nothing.save(tmp_path / "x.json")
@@ -123,6 +126,8 @@ def test_refusals(net, tmp_path):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(ValueError, match="not a file of `kvevict calibrate`"):
             kvevict.patch(net, str(tmp_path / "x.json"))
+    with pytest.raises(ValueError, match=r"y\.json: No such file or directory; `kvevict calibrate` makes"):
+        kvevict.patch(net, str(tmp_path / "y.json"))
 
 
 def test_command(tmp_path, capsys):
@@ -132,7 +137,15 @@ def test_command(tmp_path, capsys):
     usual = f"calibrate {folder} --prompts {tmp_path}/p.jsonl --out {tmp_path}/c.json --agree 0.9".split()
     usual += ["--policies", "snapkv:window=4", "--budgets", "128", "--max-new-tokens", "2"]
     assert main([*usual, "--json"]) == 0
+    told = capsys.readouterr().err
+    assert (
+        "29 prompts, 1 candidate: to promise 90.0% of equal answers at most 0 may differ here, of 46 prompts 1." in told
+    )
+    assert "29/29" in told  # answers, in the bar's last line
     found = json.loads((tmp_path / "c.json").read_text())
     assert found["budget"] == 128 and math.isclose(found["calibration"]["tried"][0]["agreed"], 0.05 ** (1 / 29))
+    (tmp_path / "p.jsonl").write_text("\n".join(lines[1:]))
+    assert main([*usual[:1], "nowhere", *usual[2:]]) == 2  # before a model is loaded
+    assert "28 prompts are too few" in capsys.readouterr().err
     (tmp_path / "p.jsonl").write_text('{"text": 3}')
     assert main(usual) == 2 and "line 1: give" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """`kvevict.Chat`: turns equal the unpatched model's where nothing is lost, and a chat is whole after every end."""
 
 import json
+import warnings
 
 import pytest
 import templates
@@ -68,6 +69,24 @@ def test_a_turn_reads_its_own_tokens_and_recalls_all(net, words):
     assert report["archive_bytes"] >= report["full_cache_bytes"] > 0
     chat.ask("", max_new_tokens=1)
     assert chat.cache.get_seq_length() < tokens + 64
+
+
+def test_the_question_of_an_answer_is_found(net, words, monkeypatch):
+    """A question that `answer` asks goes on inside the user's turn that the text opened."""
+    monkeypatch.setattr(kvevict.cautions, "_given", set())
+    cache = kvevict.read(net, words, "The sea is loud. " * 20, budget=160, chunk_size=64, recall=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        kvevict.answer(net, words, cache, ["I sail. How loud is it?"], max_new_tokens=2)
+    with kvevict.evicting(net, "take+edie", budget=160, chunk_size=64, recall=True, tokenizer=words), torch.no_grad():
+        for turn, found in [
+            ("\n\nI sail. How loud is it?<|im_end|>\n<|im_start|>assistant\n", "How loud is it?"),
+            ("<|im_end|>\n<|im_start|>tool\nIs it?<|im_end|>\n<|im_start|>assistant\n", None),
+            ("\n\nI sail. How loud is it?", None),
+        ]:
+            net(torch.tensor([words(turn)["input_ids"]]), past_key_values=cache.fork(), logits_to_keep=1)
+            (question,) = kvevict.report(net)["question"]
+            assert (question["text"] if question["found"] == "template" else None) == found
 
 
 def test_a_stream_has_the_answer(net, words):

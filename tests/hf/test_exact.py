@@ -63,3 +63,17 @@ def test_server():
     want = bundled().generate(**ids, max_new_tokens=12)[0, ids.input_ids.shape[1] :]
     assert said(response) == client.server.tokenizer.decode(want)
     assert client.chat("Who?", kvevict=dict(budget=64)).status_code == 200
+
+
+@pytest.mark.parametrize("tokens", [30, 90])  # in one chunk, in several
+def test_an_archive_takes_no_second_memory(tokens):
+    """Each layer attends to the archive's tensors, and decoded tokens do not change the archive."""
+    with kvevict.evicting(shared(), "take+edie", budget=1.0, chunk_size=40, recall=True, tokenizer=False):
+        cache = shared()(prompt(1, tokens)["input_ids"], logits_to_keep=1).past_key_values
+        archived = {x.untyped_storage().data_ptr() for x in cache.tiers.tensors()}
+        assert archived and all(
+            x.untyped_storage().data_ptr() in archived for layer in cache.layers for x in layer.storage.tensors()[:2]
+        )
+        fork = cache.fork()
+        shared()(prompt(1, 1, seed=1)["input_ids"], past_key_values=fork)
+    assert fork.layers[0].counts.max() == tokens + 1 and cache.layers[0].counts.max() == tokens

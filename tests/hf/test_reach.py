@@ -165,6 +165,7 @@ def test_what_a_token_reads_equals_the_plans():
 @pytest.mark.parametrize("options, near, tokens, every, why", [
     ({}, True, 4, True, "all slots: a token reads 4 MiB of the archive beside 4 of weights"),
     ({}, True, 5, False, "chosen slots: a token would read 5 MiB of the archive beside 4 of weights"),
+    ({}, True, 12500, False, "chosen slots: a token would read 12,500 MiB of the archive beside 4 of weights"),
     ({}, False, 1, False, "chosen slots: the archive is not in the memory of the model's device"),
     (dict(recall_slots=1.0), True, 9, False, "all slots: recall_slots=1.0 was given"),
     (dict(recall_slots=99), True, 1, False, "chosen slots: recall_slots=99 was given"),

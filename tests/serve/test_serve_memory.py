@@ -1,5 +1,6 @@
 """The memory of `kvevict serve` beside what it stores."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import serving  # noqa: F401  # skips without the extra
+
+from kvevict.serve.start import server_of
 
 SCRIPT = """
 import ctypes, sys
@@ -44,3 +47,13 @@ def test_memory_does_not_grow_with_each_length():
     assert done.returncode == 0, done.stderr[-2000:]
     early, late = map(float, done.stdout.split())
     assert late - early < 8, (early, late)  # MiB after 30 more lengths; 42 with PyTorch's own limits
+
+
+def test_a_memory_for_few_answers_is_told(caplog):
+    """The bundled model has 4,096 bytes a token; an answer to a long prompt may have 128 + 512 + 1,024 slots."""
+    logging.getLogger("kvevict.serve").propagate = True
+    for answers, told in ((1, True), (7, True), (8, False), (40, False)):
+        caplog.clear()
+        server = server_of(memory=answers * 1664 * 4096 + 4095, budget=128)
+        assert server.manager.reader.together() == min(answers, 16)
+        assert [line.facts["answers"] for line in caplog.records if "few answers" in line.message] == [answers] * told

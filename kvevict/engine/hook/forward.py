@@ -83,7 +83,7 @@ def _generate(self: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -
     finally:
         installed.leave(decoder)
     if plan.meter() is not before:
-        cautions.of_share(plan.meter(), plan.policy, plan.policy.question, 4)
+        cautions.of_share(plan.meter(), plan.policy, plan.policy.question)
     return output
 
 

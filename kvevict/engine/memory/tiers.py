@@ -114,9 +114,11 @@ class Tiers:
             layer.storage, layer.head_offsets = before(layer, every), None
 
     def share(self) -> None:
-        """Let every layer, which keeps all slots, share those of all tokens, so that they are not stored twice."""
+        """Let every layer, which keeps all slots, share those of all tokens, so that they are not stored twice, except
+        where these are in the host's memory."""
         for index, every in self.every.items():
-            self._restore(index, every)
+            if not every.on_host:
+                self._restore(index, every)
 
     def recall(self, index: int, due: np.ndarray) -> None:
         """Let layer `index` attend to the slots of all tokens, until its next cut, in batch rows b with due[b] True."""

@@ -184,11 +184,12 @@ class Prefill:
         going_on = (read.tokens == 0) | self._decoded(self._stored().sum(0))
         every = np.array([reach.every for reach in self.reaches], bool)
         # Whether the layers' slots are to be views of the archive, so that they are not stored twice
-        forks = policy.recall and every.all() and read.evicts and plan.run.archive_kv is None
+        near = plan.run.is_near(self.arguments.device.type) and plan.run.archive_kv is None
+        forks = policy.recall and near and (bool(every.all()) or not read.evicts)
         asks = policy.answered and context().asks and not self.arguments.rolls_back  # whether the answer is to choose
         for chunk in cautions.bar(self.parts, "reading", "chunk", plan.run.progress):
             if (chunk.last or policy.schedule == "prompt") and not going_on.any():
-                self._recall(forks or (policy.schedule == "prompt" and read.evicts))
+                self._recall(read.evicts and (forks or policy.schedule == "prompt"))
                 if policy.recall:
                     read.budgets.recall(every)
             chooser, ahead = self._chooser(chunk), ahead - chunk.rows - chunk.appended
@@ -201,8 +202,7 @@ class Prefill:
             for watcher in read.watchers:
                 watcher.chunk(self.cache)
         if forks and not going_on.any():
-            with self.meter.clock("recall"):
-                self.cache.tiers.share()
+            self.cache.tiers.share()
         for layer, before in zip(self.layers, self.prompts, strict=True):
             layer.prompt, held = None, plan.ranks.counts(layer).copy()
             if policy.keep_prompt:

@@ -130,7 +130,7 @@ def _tell(step: Step, reason: str) -> None:
     """Note for the report why a token is not recorded, and warn once where the user asked for recorded tokens."""
     step.meter.unrecorded = reason
     if step.plan.run.compiled is True:
-        cautions.once(("compiled", reason), f"compiled=True: tokens are decoded as without it, because {reason}", 2)
+        cautions.once(("compiled", reason), f"compiled=True: tokens are decoded as without it, because {reason}")
 
 
 def decoded(step: Step, run: Callable[..., ModelOutput], **inputs: Any) -> ModelOutput:

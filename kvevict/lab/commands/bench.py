@@ -59,6 +59,9 @@ def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
                 bar.write(f"{length:8} {key:{width}}" + cells(row, found[UNPATCHED]))
                 rows.append(dict(prompt_tokens=length, batch=batch, policy=key) | row)
     print(f"In brackets: relative to the {UNPATCHED} model.")
+    evicted = {row["prompt_tokens"] for row in rows if row["slots"] != str(row["prompt_tokens"])}
+    for length in sorted(prompts.keys() - evicted):
+        print(f"Of {length} tokens none are evicted: give longer --lengths, or a smaller --budget.")
     settings = {name: getattr(args, name) for name in ("chunk_size", "new_tokens", "repeat")}
     return {"model": name, "budget": number(args.budget), **settings, "rows": rows}
 

@@ -2,8 +2,11 @@ import contextlib
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from ...commands import add_model, add_policies, check_file, command, loaded, number
+from ...commands import add_model, check_file, command, loaded, number
 from ...policy.checks import installed
+from ...policy.text import DEFAULT, FORM
+
+POLICIES = (DEFAULT, "snapkv")  # without --policies and --protocol
 
 
 @command
@@ -12,9 +15,11 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
     parser.add_argument("--out", default="results.jsonl",
                         help="a JSON line per case and run, resumed if begun; default results.jsonl. "
                         "`accelerate launch -m kvevict eval ...` shares the cases among processes")  # fmt: skip
-    parser.add_argument("--tasks", nargs="+", default=[], help="tasks to run; an unknown name lists them")
+    parser.add_argument("--tasks", nargs="+", default=[], help="tasks to run; without any they are listed")
     add_model(parser)
-    add_policies(parser)
+    parser.add_argument("--policies", nargs="+", default=[], metavar="POLICY",
+                        help=f"policies to compare: {FORM} of `kvevict policies`; default "
+                        f"{' '.join(POLICIES)}")  # fmt: skip
     parser.add_argument("--protocol", metavar="NAME",
                         help="instead of --policies: a paper's comparisons, and whether the results support its "
                         "claims; with --table-only: those claims that the results of any policies can test; an "
@@ -82,15 +87,16 @@ def _evaluate(args: Namespace) -> None:
     from ...policy.checks import count
     from ..evaluate.run import Evaluation, evaluate
     from ..evaluate.runs import FOUND, MODES, OWN
-    from ..evaluate.tasks import find
+    from ..evaluate.tasks import TASKS, find
 
     for name in args.tasks:
         find(name)
     if args.protocol:
         _protocol(args)
-    for name in ("tasks", "policies"):
-        if not getattr(args, name) and not (args.protocol and name == "policies"):
-            raise ValueError(f"--{name} is missing: give at least one")
+    elif not args.policies:
+        args.policies = POLICIES
+    if not args.tasks:
+        raise ValueError(f"--tasks is missing: give at least one of {', '.join(sorted(TASKS))}")
     for name in ("cases", "lengths", "chunk_size", "batch_size"):
         values = getattr(args, name)
         for value in values if isinstance(values, list) else [1 if values is None else values]:

@@ -138,7 +138,8 @@ def _verdict(
     elif not fits:
         weights = own.parts["weights"]
         why = f", the weights alone take {_gib(weights)}: give" if weights > memory else ": give fewer --tokens, or"
-        raise ValueError(f"nothing fits the {limit}{why} a smaller model, or weights in fewer bits (--dtype)")
+        half = ", or weights in half of the bits (--dtype bfloat16)" if shape.element > 2 else ""
+        raise ValueError(f"nothing fits the {limit}{why} a smaller model{half}")
     sizes = {text: {"device_bytes": need.device, "elsewhere_bytes": need.elsewhere} for text, need in others.items()}
     return {"memory": memory, "fits": fits, "needs": vars(own) | {"device": own.device}, "others": sizes}
 

@@ -21,7 +21,8 @@ def described(settings: dict, device: str = "") -> str:
     dtype = str(settings["dtype"]).removeprefix("torch.")
     where = f"{settings['model'] or 'the model'}, {dtype}{f' on {device}' if device else ''}"
     what = [
-        f"{where}; tasks {_listed(settings['tasks'])}, {settings['cases']} cases of each length, seed and depth; "
+        f"{where}; tasks {_listed(settings['tasks'])}, {settings['cases']} "
+        f"case{'' if settings['cases'] == 1 else 's'} of each length, seed and depth; "
         f"lengths {_listed(settings['lengths'])}, seeds {_listed(settings['seeds'])}; "
         f"the question is {_listed(settings['modes'], ' or ')}."
     ]
@@ -43,12 +44,13 @@ def _chunks(settings: dict) -> str:
 
 
 class Progress(tqdm):
-    """A bar of runs with the time left; in a log it is written each half minute. It says how long all take once the
-    first text was measured."""
+    """A bar of runs with the time left; in a log it is written each half minute. Once the first text was measured, it
+    says how long that took and how long the others take."""
 
     def __init__(self, shown: bool) -> None:
         seconds = 0.1 if sys.stderr.isatty() else 30
-        super().__init__(desc="evaluating", unit="run", disable=not shown, mininterval=seconds)
+        # delay: no bar before the total is known
+        super().__init__(desc="evaluating", unit="run", disable=not shown, mininterval=seconds, delay=1e-9)
         self.start, self.first, self.measured = time.perf_counter(), 0, 0
 
     def skip(self, runs: int) -> None:
@@ -64,8 +66,9 @@ class Progress(tqdm):
         self.measured += 1
         if self.measured == self.first and not self.disable:
             seconds = time.perf_counter() - self.start
-            left = seconds * (self.total - self.n) / self.first
-            self.write(f"the first text took {_time(seconds)}, all take about {_time(left)}", file=sys.stderr)
+            left = self.total - self.n - 1
+            others = f", the others take about {_time(seconds * left / self.first)}" if left else ""
+            self.write(f"the first text took {_time(seconds)}{others}", file=sys.stderr)
         return super().update(n)
 
 
