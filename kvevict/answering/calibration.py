@@ -45,14 +45,14 @@ def allowed(prompts: int, agree: float, confidence: float) -> int:
     even 0 differing answers are too many, and then names how many prompts are enough; and for a promise of 1."""
     if 1 in (agree, confidence):
         raise ValueError("no number of prompts promises all answers or is certain: give agree and confidence below 1")
-    found = [d for d in range(prompts) if bound(d, prompts, confidence) <= 1 - agree + 1e-12]
-    if not found:
+    most = next((d for d in range(prompts) if bound(d, prompts, confidence) > 1 - agree + 1e-12), prompts) - 1
+    if most < 0:
         least = math.ceil(math.log(1 - confidence) / math.log(agree))
         raise ValueError(
             f"{prompts} prompts are too few to promise agree={agree:g} with a confidence of {confidence:g}: give "
             f"{least} or more, or ask for less"
         )
-    return found[-1]
+    return most
 
 
 def candidates_of(policies: Sequence[str], kinds: Sequence[str], confidence: float) -> tuple[list, float]:

@@ -77,7 +77,7 @@ def _check_budget(policy: "Policy") -> None:
         raise ValueError(
             f"budget={budget} is too small: the policy always keeps {smallest - 1} slots of each head (window, probe, "
             "recent slots, sinks, keep_first, a threshold's keep_last or a run cut by a chunk): "
-            f"give budget >= {smallest} or fewer of those"
+            f"give budget >= {smallest} or fewer of those" + (" (1.0 keeps all slots)" if budget == 1 else "")
         )
 
 

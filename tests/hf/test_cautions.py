@@ -53,6 +53,15 @@ def same(one, other):
     )
 
 
+def test_a_warning_shows_the_callers_line(net):
+    """One comes from within the model's call, one from within generate."""
+    with warnings.catch_warnings(record=True) as found, kvevict.evicting(net, "take+edie", budget=60):
+        warnings.simplefilter("always")
+        net.generate(**row(TEXT * 5), max_new_tokens=1)
+    assert [str(each.message).split()[0] for each in found] == ["the", "4.5%"]
+    assert {each.filename for each in found} == {__file__}
+
+
 @pytest.mark.parametrize("policy", ["take+edie", "snapkv", "laq", "h2o", "streaming"])
 def test_a_patched_model_reads_for_later_questions(net, policy):
     """Its policy is not for these, so only its budget and its kind of slots count."""
