@@ -1,8 +1,9 @@
 """A custom score: a class with its options as fields, used by name like a built-in score.
 
-python examples/own_score.py
+python examples/own_score.py [MODEL]
 """
 
+import sys
 from dataclasses import dataclass
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,8 +25,9 @@ class Rare(kvevict.Score):
         return attention * norm**self.power
 
 
-tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
-model = AutoModelForCausalLM.from_pretrained(kvevict.small_llama())
+folder = sys.argv[1] if len(sys.argv) > 1 else kvevict.small_llama()
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
 filler = "The baker counted the boats in the harbour and went home before it rained. " * 20
 prompt = filler + "The code of Naislet is 364735. " + filler + "\n\nQuestion: What is the code of Naislet?\nAnswer:"
 inputs = tokenizer(prompt, return_tensors="pt")

@@ -155,9 +155,10 @@ class Prefill:
         if scores and arguments.own_cache and evicts and (policy.schedule == "prompt" or len(self.parts) == 1):
             cautions.of_scores(prompt)
         cautions.of_prompt(policy, cache, arguments.decoder.config, seen)
-        cautions.of_question(meter.question if evicts and context().asks and context().question is None else ())
         near = plan.run.is_near(arguments.device.type)
         self.reaches = [reach(policy, near, n, plan.sizes) for n in seen] if policy.recall else []
+        loses = evicts and not (len(self.parts) == 1 and policy.recall and all(each.every for each in self.reaches))
+        cautions.of_question(meter.question if loses and context().asks and context().question is None else ())
         planned = budgets.Budgets(policy, self.narrow, plan.kv_heads, seen)
         self.read = Read(prompt, tokens, rows, planned, watchers=arguments.watchers)
         with meter.clock("draft") if rows.n_d else contextlib.nullcontext():
