@@ -221,8 +221,8 @@ longer; then ever fewer slots. If it fits, those with better answers are listed.
 With `--costs` a table has the unpatched model, the policy, and the policy as a share of it:
 
 - *linear layers*, *attention*: matrix products of the prompt's tokens. *Appended rows*: both for rows that observe and
-  are not stored, such as a probe. Scoring and moving slots are left out: 2 to 5 % of a prefill under `take` and
-  `snapkv`, more under `h2o`, `kvzip` and `read-twice`.
+  are not stored, such as a probe. *Scoring*: the observing rows' products with keys (and with values, for errors of the
+  output), and a refinement's. Moving slots and scoring while decoding are left out.
 - *weights read*: from the device's memory, once a chunk. *KV read*: slots, once a chunk and layer.
 - *peak KV*, *KV after*: bytes of slots at most, and after the prompt; *KV at the end*, after the answer.
 - *activations*: the widest chunk's, in one layer. *Peak memory*: weights, slots and these.

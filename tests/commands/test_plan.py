@@ -369,6 +369,22 @@ def test_lookaheadkv(llama, tokens, forward, lookahead, snapkv, overhead):
     assert 1e3 * (probe + adapter) == pytest.approx(overhead, rel=0.02)
 
 
+WINDOW = 32 * (4096 - 32) + 32 * 33 // 2  # pairs of the last 32 rows and the slots that they see
+SCORED = [  # policy; pairs of an observing row and a slot; how often they are multiplied, and keys or values read
+    ("streaming", {}, 0, 1, 0), ("snapkv", {}, WINDOW, 1, 1), ("h2o", {}, 4096 * 4097 // 2, 1, 1),
+    ("edie", {}, WINDOW, 2, 2), ("snapkv+caote", {}, WINDOW, 1, 2), ("oracle", dict(ids=(1, 2, 3)), 3 * 4096, 1, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, options, seen, times, reads", SCORED)
+def test_scoring(llama, name, options, seen, times, reads):
+    """By hand, for one pass of 32 layers with 32 query and 8 kv heads of 128; 5 operations refine a number."""
+    run = plan(llama, build(name, budget=128, chunk_size=4096, **options), 4096)
+    refined = 5 * 128 * 8 * 4096 * name.endswith("caote")
+    assert run["flops"]["scoring"] == 32 * (2 * 128 * 32 * seen * times + refined)
+    assert run["moved"]["scoring"] == 32 * 2 * 128 * 8 * 4096 * reads
+
+
 @pytest.mark.parametrize("policy", [None, build("snapkv", budget=128)])
 def test_largest_batch(llama, policy):
     """Against every batch in turn."""
@@ -384,6 +400,17 @@ def test_table_5_of_edie():
     found, (printed,) = table.measure(None, table), table.printed().values()
     assert {place: found.cells[place].mean for place in printed} == printed
     assert ("256k", "Full Cache") not in found.cells
+
+
+def test_table_3_of_lookaheadkv():
+    """Forward passes, SnapKV, LookaheadKV and SpecKV's drafts by a model of 1 billion parameters, as printed; LAQ's
+    drafts: `test_drafts_of_laq`."""
+    table = next(each for each in PAPERS["lookaheadkv"].tables if each.name == "table3")
+    found, (printed,) = table.measure(None, table), table.printed().values()
+    checked = [place for place in printed if "LAQ" not in place[0] and printed[place] > 0.01]
+    assert {place[0].split(", ")[1] for place in checked} == {"Forward", "SnapKV", "LookaheadKV", "SpecKV"}
+    for place in checked:
+        assert found.cells[place].mean == pytest.approx(printed[place], rel=0.03), place
 
 
 @pytest.mark.parametrize("tokens, tera, giga, ms", [(8192, 137, 445, 234.59), (32768, 930, 451, 239.26)])

@@ -11,7 +11,7 @@ from toy_task import line
 from kvevict.cli import main
 from kvevict.lab.evaluate.protocols import words
 from kvevict.lab.evaluate.runs import RunSpec, policy_for
-from kvevict.lab.papers import PAPERS, Found, Table, Value, numbers, write
+from kvevict.lab.papers import PAPERS, Found, Table, Value, numbers, scores, write
 from kvevict.lab.papers.run import chosen, lacking
 from kvevict.lab.papers.scores import value
 
@@ -135,13 +135,45 @@ def test_files():
         {("row", "a"): Value(12.345, 10, 14, 9), ("row", "b"): Value(1)}, {"m": {("0", "64"): 50.0}}, ["Why."]
     )
     text = write.as_markdown(table, found, drawn=False)
-    assert "| row | 12.3 [10.0, 14.0] (1.5) | 1 |" in text and "| old | (2) | (3) |" in text
+    assert "| row | 12.3 [10, 14] (1.50) | 1 |" in text and "| old | (2) | (3) |" in text
     assert "n = 1 to 9; in square brackets the 95 % interval; in parentheses the paper's number (8B)." in text
     assert text.endswith("Why.\n")
     rows = list(csv.reader(write.as_csv(table, found).splitlines()))
     assert rows[0] == ["row", "column", "ours", "low", "high", "n", "paper 8B"]
     assert ["row", "a", "12.345", "10", "14", "9", "1.5"] in rows and ["old", "b", "", "", "", "", "3.0"] in rows
     assert ["map m: 0", "64", "50.0", "", "", "", ""] in rows
+
+
+@pytest.mark.quick
+def test_pictures():
+    """Rows that name a method and a length are drawn along the lengths, a colour per method; rows that only the paper
+    has are left out, and a title ends at the end of a sentence."""
+    pytest.importorskip("matplotlib")
+    printed = """
+                       seconds
+        A, 256 tokens  1
+        C, 64k         2"""
+    table = Table("fig1", "Slots of eq. 7. More", lambda: None, {}, {}, kind="panels", paper={"": printed})
+    cells = {(f"{name}, {n} tokens", column): Value(n, n - 1, n + 1, 3)
+             for name in "AB" for n in (256, 512) for column in ("seconds", "MiB")}  # fmt: skip
+    figure = write.picture(table, Found(cells))
+    assert [axis.get_title() for axis in figure.axes] == ["seconds", "MiB"]
+    for axis in figure.axes:
+        assert [text.get_text() for text in axis.get_xticklabels()] == ["256 tokens", "512 tokens"]
+        assert [list(each.lines[0].get_ydata()) for each in axis.containers] == [[256, 512]] * 2
+    assert [text.get_text() for text in figure.legends[0].texts] == ["A", "B", write.HOLLOW]
+    assert write.title(table) == "fig1: Slots of eq. 7"
+
+
+@pytest.mark.quick
+def test_records(monkeypatch):
+    """With --data a column for each task of the records, and as many cases as they have."""
+    tasks = ["lcc"] * 5 + ["trec"]
+    monkeypatch.setattr(scores, "records", lambda data: [dict(task=task) for task in tasks])
+    session = SimpleNamespace(data="folder", lengths=(512,), cases=1, bundled=True, haystack=None)
+    columns = scores.expanded(session, {"{task}": {}}, "answers")
+    assert columns == {"lcc": dict(task="lcc"), "trec": dict(task="trec"), "average": {}}
+    assert scores.Group("answers", None).size(session) == 2 + 1  # two cases of each task, and trec has one
 
 
 def test_only_unknown_tables():

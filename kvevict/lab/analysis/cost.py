@@ -8,9 +8,9 @@ of slots counts.
 
 FLOPs are those of matrix products (a multiply and an add are two). Bytes are the least possible: weights and a layer's
 slots are moved once per pass, and activations stay on the chip. Each stage of each chunk and of each decoded token
-takes the longer of FLOPs / rate and bytes / rate. Left out are scoring and moving slots (2 to 5 % of a prefill under
-take and snapkv in docs/performance.md, more under h2o, kvzip and read-twice), a smaller model's drafts, norms,
-softmax, masks, "eager" attention's matrices and free slots.
+takes the longer of FLOPs / rate and bytes / rate. Scoring counts in every layer that evicts or adds scores up, though
+one that takes another's choice does not score. Left out are moving slots, scoring while decoding, a smaller model's
+drafts, norms, softmax, masks, "eager" attention's matrices and free slots.
 """
 
 import bisect
@@ -22,6 +22,7 @@ from ...engine.measure import quantities
 from ...engine.read.plan import tsp_of
 from ...engine.read.schedule import overfull
 from ...policy.checks import at_least_0, count
+from ...policy.inputs import as_needs
 from ...policy.kv import POSITION
 from ...policy.policy import Policy
 from ...policy.run import Run
@@ -76,7 +77,8 @@ def plan(
 
     flops, moved         FLOPs and bytes of each stage: "linear", the products of the prompt's rows with weights;
                          "attention" of the prompt's rows; "appended", products and attention of the rows that are
-                         appended to chunks; "drafts" of the model itself (LAQ), decoded over the slots of the budget
+                         appended to chunks; "scoring" of slots and their refinement (CAOTE); "drafts" of the model
+                         itself (LAQ), decoded over the slots of the budget
     cache_bytes, peak_cache_bytes    bytes of full-attention layers after the prompt, and the most at any time, as in
                                      `kvevict.report`
     archive_bytes        with recall: bytes of the archive, positions included, after the `new_tokens`
@@ -98,6 +100,7 @@ def plan(
     (slot, new), peak, widest, chunks = sizes, 0.0, 0, 0
     for taken in layers.chunks():
         bill.add(work(shape, taken, batch, causal))
+        bill.add({"scoring": _scoring(shape, policy, taken, batch)})
         peak, widest = max(peak, taken.peak), max(widest, taken.chunk.rows + taken.chunk.appended)
         chunks += 1
     if policy.rows.needs_full_prompt and layers.cuts:
@@ -173,6 +176,21 @@ def work(shape: Shape, taken: Taken, batch: int = 1, causal: bool = True) -> dic
 def _pair_flops(shape: Shape, batch: int) -> int:
     """Count the FLOPs of q.k and of a.v (attention weight times value) for one row and one key in every query head."""
     return 4 * shape.head_dim * shape.heads * batch
+
+
+def _scoring(shape: Shape, policy: Policy, taken: Taken, batch: int) -> tuple[float, float]:
+    """Return (FLOPs, bytes moved) of scoring slots after a chunk: the observing rows' products with keys, for errors of
+    the output those with values, too, and of a refinement the mean of the values and the distances from it."""
+    most, appended, seen, slots = policy.rows.most, taken.chunk.appended, 0.0, 0.0
+    for stored, read, kept in zip(taken.stored, taken.read, taken.kept, strict=True):
+        if kept < stored + read or policy.carry == "sum":
+            rows = min(appended or read, read + appended if most is None else most)
+            seen += rows * (stored + read) if appended else pairs(rows, stored + read - rows)
+            slots += stored + read
+    errors = any(need.name == "output_error" for need in as_needs(policy.score.needs))
+    refines, products = policy.refine.refines, _pair_flops(shape, batch) / 2 * (1 + errors)
+    flops = products * seen + refines * 5 * shape.head_dim * shape.kv_heads * batch * slots
+    return flops, shape.slot_bytes * batch * slots * ((most != 0) + errors + refines) / 2
 
 
 def _drafts(shape: Shape, policy: Policy, layers: Layers, tokens: int, batch: int) -> tuple[float, float]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 QUICK = (256, 512)  # --quick: tokens of prompts
 LONG = (1024, 2048, 4096, 8192)  # else, as far as the model's context holds them
-ROOM = 48  # tokens of the context that an answer takes at most, so that the longest prompt leaves them
+ROOM, LONG_ROOM = 48, 512  # tokens of the context that an answer takes at most; with LongBench's summaries
 
 
 @command
@@ -33,6 +33,8 @@ def papers(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     parser.add_argument("--draft", help="folder of a smaller model, for SpecKV's rows")
     args = parser.parse_args(argv)
     installed("eval", "kvevict papers", "scipy")
+    if args.data:
+        installed("longbench", "--data", "lm_eval", "jieba", "fuzzywuzzy", "rouge")
     from ..papers import PAPERS
     from ..papers.run import chosen
 
@@ -59,7 +61,7 @@ def _session(args: Namespace) -> Session:
             count(f"--{option}", number, 1)
     name, model, tokenizer = loaded(args)
     context = context_of(find_decoder(model).config)
-    most = LONG[-1] if context is None else context - ROOM
+    most = LONG[-1] if context is None else context - (LONG_ROOM if args.data else ROOM)
     lengths = args.lengths or (QUICK if args.quick else LONG)
     if args.lengths and max(lengths) > most:
         raise ValueError(f"--lengths {max(lengths)}: the model's context leaves {most} tokens for a prompt; give fewer")

@@ -202,6 +202,7 @@ ROWS = (
     ("linear layers, TFLOP", lambda run: run["flops"]["linear"] / 1e12),
     ("attention, TFLOP", lambda run: run["flops"]["attention"] / 1e12),
     ("appended rows, TFLOP", lambda run: run["flops"]["appended"] / 1e12),
+    ("scoring, TFLOP", lambda run: run["flops"].get("scoring", 0) / 1e12 or None),
     ("drafts, TFLOP", lambda run: run["flops"].get("drafts", 0) / 1e12 or None),
     ("all, TFLOP", lambda run: sum(run["flops"].values()) / 1e12),
     ("weights read, GiB", lambda run: run["moved"]["linear"] / 2**30),

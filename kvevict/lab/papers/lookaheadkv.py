@@ -30,29 +30,34 @@ TABLES = (
             Qwen3-8B     21.5      0.26"""},
     ),
     Table(
-        "table3", "Computed costs of LLaMA3.1-8B on an H100 with 128 slots; table 15 has two more lengths. SpecKV's "
-        "drafts need the smaller model's plan", theory,
+        "table3", "Computed costs of LLaMA3.1-8B on an H100 with 128 slots (the lengths of tables 3 and 15)",
+        theory,
         crossed({f"{n}": Setting(length=n) for n in (4096, 8192, 16384, 32768)},
                 {"Forward": Setting(policy="full"), "SnapKV": Setting(policy="snapkv"),
-                 "LookaheadKV": Setting(policy="oracle"), "LAQ": Setting(policy=LAQ)}),
+                 "LookaheadKV": Setting(policy="oracle"), "SpecKV": Setting(policy="speckv"),
+                 "LAQ": Setting(policy=LAQ)}),
         {name: Setting() for name in ("TFLOPs", "GB", "TTFT ms", "overhead ms")}, KEPT, kind="panels", unit="",
         paper={"": """
                                 TFLOPs  GB  TTFT ms  overhead ms
             4096, Forward       60      13  113      -
             4096, SnapKV        60      13  113      0.01
             4096, LookaheadKV   60      13  114      0.92
+            4096, SpecKV        70      77   165      52.10
             4096, LAQ           61      444  347     233.81
             8192, Forward       136     13  257      -
             8192, SnapKV        136     13  257      0.01
             8192, LookaheadKV   137     13  258      1.03
+            8192, SpecKV        159     81   337      79.53
             8192, LAQ           137     445  492     234.59
             16384, Forward      336     13  635      -
             16384, SnapKV       336     13  635      0.01
             16384, LookaheadKV  337     13  636      1.27
+            16384, SpecKV       398     89   792      157.05
             16384, LAQ          337     447  871     236.15
             32768, Forward      928     13  1754     -
             32768, SnapKV       928     13  1754     0.01
             32768, LookaheadKV  929     13  1755     1.74
+            32768, SpecKV       1115    106  2156     402.80
             32768, LAQ          930     451  1993     239.26"""},
     ),
     Table("fig3", "Time to the first token by tokens, measured (the empirical columns of tables 3 and 15)", speed,

@@ -91,7 +91,7 @@ def told(session: Session, paper: Paper, tables: list[Table], failed: dict[str, 
     total, done = size(session, of_scores)
     print(f"{paper.title}: {len(tables)} tables and figures with {Path(session.name).name}, into {session.out}")
     for table in tables:
-        print(f"  {table.name:9} {_runs(session, table):5} runs  {table.says.partition('. ')[0]}")
+        print(f"  {table.name:9} {_runs(session, table):5} runs  {write.title(table).partition(': ')[2]}")
     for name, reason in failed.items():
         print(f"  {name:9} left out: {reason}")
     total += sum(_runs(session, table) for table in tables if table not in of_scores)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,11 @@ from ..evaluate.results import Line
 from ..evaluate.run import Evaluation, evaluate
 from ..evaluate.runs import FULL, RunSpec
 from ..evaluate.tasks import PERPLEXITY
+from ..evaluate.tasks.longbench import records
 from . import Found, Place, Setting, Settings, Table, Value, merged
 from .session import Session
 
+LONGBENCH = ("longbench",)
 MADE_UP = ("facts", "multivalue", "keyvalue", "tracking")
 NEEDLES = "single_1 single_2 single_3 multikey_1 multikey_2 multikey_3 multivalue multiquery"
 RULER = (*(f"ruler/niah_{name}" for name in NEEDLES.split()), "ruler/vt", "ruler/cwe", "ruler/fwe")
@@ -28,10 +31,15 @@ def tasks_of(session: Session, name: str) -> tuple[str, ...]:
     """Return the tasks that `Setting.tasks` names: "niah", needles at five depths; "answers", LongBench's with --data,
     else made-up facts; "ruler", for the bundled model made-up facts; else the task of that name."""
     if name == "answers":
-        return MADE_UP if session.data is None else ("longbench",)
+        return MADE_UP if session.data is None else LONGBENCH
     if name == "ruler":
         return MADE_UP if session.bundled else RULER
     return {"niah": ("needle",)}.get(name, (name,))
+
+
+def _recorded(session: Session) -> Counter[str]:
+    """Count the records of each of LongBench's tasks in --data."""
+    return Counter(record["task"] for record in records(Path(session.data or "")))
 
 
 @dataclass(frozen=True)
@@ -64,8 +72,10 @@ class Group:
         )  # fmt: skip
 
     def size(self, session: Session) -> int:
-        """Return the number of cases of each run, an estimate for a benchmark's records."""
+        """Return the number of cases of each run."""
         plan = self.plan(session, ())
+        if plan.tasks == LONGBENCH:
+            return sum(min(plan.cases, count) for count in _recorded(session).values())
         each = len(DEPTHS) if self.tasks == "niah" else 1
         return len(plan.tasks) * len(plan.lengths) * plan.cases * each
 
@@ -78,7 +88,9 @@ def expanded(session: Session, settings: Settings, tasks: str) -> Settings:
             told = {n: label.replace("{length}", f"{n} tokens") for n in session.lengths}
             found |= {text: merged(one, Setting(length=n)) for n, text in told.items()}
         elif label == "{task}":
-            found |= {name: merged(one, Setting(task=name)) for name in tasks_of(session, tasks)} | {AVERAGE: one}
+            names = tasks_of(session, tasks)
+            names = tuple(_recorded(session)) if names == LONGBENCH else names
+            found |= {name: merged(one, Setting(task=name)) for name in names} | {AVERAGE: one}
         else:
             found[label] = one
     return found

@@ -21,7 +21,6 @@ from ..evaluate.runs import FULL, RunSpec, policy_for
 from ..evaluate.tasks import TASKS, Case, TaskSettings
 from . import Found, Setting, Value
 
-ANSWER = 48  # tokens of the context that are left for an answer
 PROBE = 64  # tokens that each policy reads before a table is begun, to find those that this model refuses
 
 

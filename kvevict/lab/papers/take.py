@@ -17,10 +17,14 @@ NEEDLES = {**ONCE, "TAKE": Setting(policy="take:ema_alpha=0.32", chunk=Z)}
 BOTH = {"NIAH": Setting(tasks="niah"), "LongBench": Setting(tasks="answers")}
 KEPT = Setting(budget=128, chunk=Z)
 
-
-# W = L/4, L/2, 3L/4 and L are {L4}, {L2}, {L34} and {L} of `protocols.words`
-WARM = {f"W = {told}": Setting(policy=f"take:warmup_budget={{B20}},warmup_layers={{{word}}}")
-        for told, word in {"L/4": "L4", "L/2": "L2", "3L/4": "L34", "L": "L"}.items()}  # fmt: skip
+# Layers that wait, as shares of all, with B_warmup of 20 B; the words in braces are those of `protocols.words`
+WAITS = "take:warmup_budget={B20},warmup_layers="
+WARM = {
+    "W = L/4": Setting(policy=WAITS + "{L4}"), "W = L/2": Setting(policy=WAITS + "{L2}"),
+    "W = 3L/4": Setting(policy=WAITS + "{L34}"), "W = L": Setting(policy=WAITS + "{L}"),
+    "B_warmup = B": Setting(policy="take:warmup_budget={B}"),
+    "B_warmup = 20 B": Setting(policy="take:warmup_budget={B20}"),
+}  # fmt: skip
 TABLES = (
     Table(
         "table1", "LongBench with two budgets", scores,
@@ -74,9 +78,11 @@ TABLES = (
             w/o Delay   80.00  45.89
             TAKE        91.8   47.45"""},
     ),
-    Table("fig7", "Layers W that wait, with B_warmup of 20 B, and B_warmup with W = L/2", scores,
-          {**WARM, "B_warmup = B": Setting(policy="take:warmup_budget={B}"),
-           "B_warmup = 20 B": Setting(policy="take:warmup_budget={B20}")}, BOTH, KEPT, layers=4),
+    Table("fig7", "Layers W that wait, with B_warmup of 20 B, and B_warmup with W = L/2", scores, WARM, BOTH, KEPT,
+          layers=4),
+    Table("fig7a", "Time to the first token and memory by W and B_warmup", speed, WARM,
+          {name: Setting() for name in ("first token s", "peak MiB")}, Setting(budget=128, chunk=Z, new=8), layers=4,
+          kind="panels", unit=""),
 )  # fmt: skip
 
 paper(
