@@ -216,7 +216,8 @@ new keys and values and its activations, free room and copies of slots that move
 policy drafts, and what the driver takes. If the policy does not fit, settings that do are listed, the best answers
 first: all slots, where nothing is lost; recall, where a question chooses from all tokens, with an archive of ever fewer
 bits, on the device before elsewhere (`recall=memory`), where an answer attends to chosen slots alone and a recall takes
-longer; then ever fewer slots. If it fits, those with better answers are listed.
+longer; then ever fewer slots. If it fits, those with better answers are listed. The largest batch that fits is named,
+too.
 
 With `--costs` a table has the unpatched model, the policy, and the policy as a share of it:
 

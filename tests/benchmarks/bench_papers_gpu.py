@@ -27,18 +27,20 @@ BATCHED = ("unpatched", "edie+tada")
 
 
 def build(device, layers, hidden, longest):
-    heads = max(4, hidden // 128)
+    heads = max(8, hidden // 128)
     config = LlamaConfig(
         vocab_size=128256 if hidden == 4096 else 1000, hidden_size=hidden, intermediate_size=hidden * 7 // 2,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads // 4, rope_theta=5e5,
         max_position_embeddings=longest + 1024, dtype=torch.bfloat16,
     )  # fmt: skip
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)  # else the weights are made in fp32 first
     with torch.device(device):
         model = LlamaForCausalLM(config).eval()
-        model.generation_config.eos_token_id = None  # all runs decode as many tokens
-        return model, Adapter(model)
+        adapter = Adapter(model)
+    torch.set_default_dtype(torch.float32)
+    model.generation_config.eos_token_id = None  # all runs decode as many tokens
+    return model, adapter
 
 
 def policies(budget, chunk, adapter):

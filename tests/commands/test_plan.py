@@ -617,6 +617,8 @@ def test_settings_that_fit(tmp_path, capsys):
     assert all(each["device_bytes"] <= 24 * 2**30 for each in found["others"].values())
     lines, found = planned(tmp_path, capsys, *recall, "--memory", "80GiB")
     assert found["fits"] and [*found["others"]] == ["--policy take+edie --budget 1.0"]
+    assert found["largest_batch"] == {"unpatched": 2, "take+edie:recall=true": 3}  # peaks: 45.46 and 32.20 GiB of one
+    assert "The largest batch of such prompts that fits is 3, unpatched 2." in lines
     lines, found = planned(tmp_path, capsys, "--budget", "1.0", "--memory", "80GiB")
     assert found["fits"] and not found["others"] and not any("TFLOP" in line for line in lines)
     assert max(map(len, lines)) <= 120

@@ -52,3 +52,19 @@ def test_same_slots(policy, model, fuses, pad, monkeypatch):
     for mine, its in zip(held(cache), held(other), strict=True):
         torch.testing.assert_close(mine, its, rtol=0, atol=0, equal_nan=True)
     assert none == 0 and (count > 0) == fuses
+
+
+def test_whatever_torch_makes_by_default():
+    """torch's default dtype, which a model of 16 bits may have left, changes no slot: a probe's average is fp32."""
+    net, ids = tiny.model(dtype=torch.bfloat16), torch.arange(2, 200)[None] % 97
+    kvevict.patch(net, "take", budget=40, chunk_size=70)
+    kept = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.no_grad():
+                net(ids, use_cache=True, logits_to_keep=1)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        kept.append(kvevict.report(net, positions=True)["positions"])
+    assert kept[0] == kept[1]

@@ -33,11 +33,12 @@ class Rope:
         position_to [B]: number d becomes x[d] cos[b, d] + x[partner[d]] sin[b, d]. cos, sin: fp32 [B, width]; partner:
         int32 [width]. None: the module does not rotate."""
         device = position_from.device
-        unit = torch.eye(width, device=device).expand(len(position_from), 1, -1, -1)
-        turned = self.rotated(unit, position_from, position_to)[:, 0]  # [B, width, width]: row i is unit vector i
+        unit = torch.eye(width, dtype=torch.float32, device=device)
+        rows = unit.expand(len(position_from), 1, -1, -1)
+        turned = self.rotated(rows, position_from, position_to)[:, 0]  # [B, width, width]: row i is unit vector i
         if not self.rotates:
             return None
-        others = turned * (1 - torch.eye(width, device=device))
+        others = turned * (1 - unit)
         partner = others.abs().amax(0).argmax(0)
         column = torch.arange(width, device=device)
         cos, sin = turned[:, column, column], others[:, partner, column]

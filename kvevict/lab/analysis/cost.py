@@ -15,7 +15,9 @@ drafts, norms, softmax, masks, "eager" attention's matrices and free slots.
 
 import bisect
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ...engine.measure import quantities
@@ -124,10 +126,12 @@ def plan(
 def largest_batch(shape: Shape, policy: Policy | None, tokens: int, memory: int, run: Run | None = None) -> int:
     """Return the largest batch of prompts of `tokens` tokens whose peak, with the weights, is at most `memory` bytes; 0
     if one prompt is too much."""
+    read = partial(plan, shape, policy, tokens, new_tokens=0, run=run)
+    return largest(lambda batch: read(batch=batch)["peak_bytes"] <= memory)
 
-    def fits(batch: int) -> bool:
-        return plan(shape, policy, tokens, batch=batch, new_tokens=0, run=run)["peak_bytes"] <= memory
 
+def largest(fits: Callable[[int], bool]) -> int:
+    """Return the largest batch that fits; 0 if a batch of 1 does not."""
     if not fits(1):
         return 0
     most = 1

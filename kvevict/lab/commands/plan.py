@@ -3,6 +3,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...commands import add_budget, add_model, add_policy, build_policies, command, grid
@@ -120,6 +121,7 @@ def _verdict(
 ) -> dict[str, object]:
     """Print what the policy takes, whether it fits, and what else does: settings with better answers or, if the policy
     does not fit, any. `plain` is what the unpatched model takes. Raises ValueError if nothing fits."""
+    from ..analysis.cost import UNPATCHED
     from ..analysis.fit import needed
 
     common: dict = dict(batch=args.batch, new_tokens=args.new_tokens, on_cpu=on_cpu)
@@ -127,6 +129,8 @@ def _verdict(
     _print_need(own, chosen)
     fits, limit = own.device <= memory, f"{_gib(memory)} GiB of {owner}"
     print(f"It {'fits' if fits else 'does not fit'} the {limit}. The unpatched model takes {_gib(plain)}.")
+    most = _batches(args, chosen, shape, memory, on_cpu)
+    print(f"The largest batch of such prompts that fits is {most[args.policy]}, unpatched {most[UNPATCHED]}.")
     others: dict[str, Need] = {}
     for text, other in _settings(args, chosen.policy, on_cpu):
         if not fits or _loss(other, args) < _loss(chosen, args):
@@ -141,7 +145,22 @@ def _verdict(
         half = ", or weights in half of the bits (--dtype bfloat16)" if shape.element > 2 else ""
         raise ValueError(f"nothing fits the {limit}{why} a smaller model{half}")
     sizes = {text: {"device_bytes": need.device, "elsewhere_bytes": need.elsewhere} for text, need in others.items()}
-    return {"memory": memory, "fits": fits, "needs": vars(own) | {"device": own.device}, "others": sizes}
+    needs = vars(own) | {"device": own.device}
+    return {"memory": memory, "fits": fits, "largest_batch": most, "needs": needs, "others": sizes}
+
+
+def _batches(args: Namespace, chosen: "Chosen", shape: "Shape", memory: int, on_cpu: bool) -> dict[str, int]:
+    """Return the largest batch of prompts and answers that fits the memory, of the unpatched model and the policy."""
+    from ..analysis.cost import UNPATCHED, largest
+    from ..analysis.cost import plan as cost
+    from ..analysis.fit import needed
+
+    plain = partial(cost, shape, None, args.tokens, new_tokens=args.new_tokens)
+    patched = partial(needed, shape, chosen, args.tokens, new_tokens=args.new_tokens, on_cpu=on_cpu)
+    return {
+        UNPATCHED: largest(lambda batch: plain(batch=batch)["peak_bytes"] <= memory),
+        args.policy: largest(lambda batch: patched(batch=batch).device <= memory),
+    }
 
 
 def _print_need(need: "Need", chosen: "Chosen") -> None:

@@ -135,7 +135,7 @@ class Probe(Rows):
             return queries.float().contiguous(), position, started
         before, was_at, had_started = past
         moved = (was_at, position) if self.rotates else None
-        average = call.averaged(before, queries, self.ema_alpha * had_started, moved)
+        average = call.averaged(before, queries, self.ema_alpha * had_started.float(), moved)
         return average, position, started | had_started
 
     def _queries(self, call: LayerRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:
