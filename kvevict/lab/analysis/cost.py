@@ -9,8 +9,9 @@ of slots counts.
 FLOPs are those of matrix products (a multiply and an add are two). Bytes are the least possible: weights and a layer's
 slots are moved once per pass, and activations stay on the chip. Each stage of each chunk and of each decoded token
 takes the longer of FLOPs / rate and bytes / rate. Scoring counts in every layer that evicts or adds scores up, though
-one that takes another's choice does not score. Left out are moving slots, scoring while decoding, a smaller model's
-drafts, norms, softmax, masks, "eager" attention's matrices and free slots.
+one that takes another's choice does not score, and blocks of rows (compactor) count as if they saw all slots. Left out
+are moving slots, scoring while decoding, a smaller model's drafts, norms, softmax, masks, "eager" attention's matrices
+and free slots.
 """
 
 import bisect

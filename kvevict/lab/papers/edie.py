@@ -47,7 +47,7 @@ TABLES = (
     ),
     Table(
         "fig5", "Needle in a haystack: depth by tokens (figures 7 and 8 have more budgets)", scores, slots(128, 512),
-        {name: ALL[name] for name in ("AdaKV", "EDIE+TADA")}, Setting(tasks="niah"), kind="map", layers=2,
+        {name: ALL[name] for name in ("AdaKV", "EDIE+TADA")}, Setting(tasks="niah"), kind="map", layers=2, kv_heads=2,
         paper={"LLaMA-3.1-8B": """
                  AdaKV  EDIE+TADA
             128  72.6   88.3"""},
