@@ -3,11 +3,16 @@
 import ast
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
+
+import kvevict
 
 ROOT = Path(__file__).parents[2]
 SAYS = {
@@ -89,3 +94,36 @@ def test_public_and_short(name):
     ours = [alias.name for node in imported for alias in node.names if alias.name.split(".")[0] == "kvevict"]
     ours += [node.module for node in imported if isinstance(node, ast.ImportFrom) and "kvevict" in node.module]
     assert ours == ["kvevict"]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_prompts_to_train_on(chat, tmp_path):
+    """Four kinds in turn. A text with questions is read from its start, and one of them asked; a fact's answer, the
+    sentence that is asked about and a continued text are in the texts."""
+    model = shutil.copytree(kvevict.small_llama(), tmp_path / "model")
+    if chat:
+        turn = "<{{ message.role }}>{{ message.content }}\n"
+        (model / "chat_template.jinja").write_text(f"{{% for message in messages %}}{turn}{{% endfor %}}<assistant>")
+    story = " ".join(f"The baker counted {number} boats." for number in range(200))
+    lines = [dict(text=story), dict(text="In May we met. " * 30, questions=["When did we meet?", "Who met?"])]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    usual = ["--model", str(model), "--texts", "texts.jsonl", "--count", "40", "--words", "20", "60"]
+    run("lookahead_data", tmp_path, *usual, "--out", "prompts.jsonl")
+    tokenizer, found = AutoTokenizer.from_pretrained(model), set()
+    made = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert len(made) == 40
+    for number, ids in enumerate(made):
+        said = tokenizer.decode(ids, skip_special_tokens=True)
+        if number % 4 == 0:
+            assert said.strip() in story + lines[1]["text"] and 20 <= len(said.split()) <= 60
+            continue
+        passage, asked = re.fullmatch(r"(?:<user>)?(.+)\n\n(.+)", said.strip(), re.S).groups()
+        question, opening = re.fullmatch(r"(.+)\n(?:<assistant>|Answer:)(.*)", asked, re.S).groups()
+        if number % 4 == 1:
+            assert re.fullmatch(r'Which sentence of the text follows "(.+)"\?', question)[1] in passage
+        elif number % 4 == 2:
+            found.add((passage.startswith("In May"), question in lines[1]["questions"]))
+        else:
+            fact = re.fullmatch(r"What is (\w+'s \w+)\?", question)[1]
+            assert f"{fact} is " in passage and opening.strip() in (f"{fact} is", "")
+    assert found == {(True, True), (False, False)}

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 from toy_task import line
 
+import kvevict
 from kvevict.cli import main
 from kvevict.lab.evaluate.protocols import words
 from kvevict.lab.evaluate.runs import RunSpec, policy_for
 from kvevict.lab.papers import PAPERS, Found, Table, Value, numbers, scores, write
 from kvevict.lab.papers.run import chosen, lacking
 from kvevict.lab.papers.scores import value
+from kvevict.lab.papers.speed import theory
 
 SMALL = ["--lengths", "200", "--cases", "1"]
 
@@ -91,6 +93,29 @@ def test_tables_of_each(name, only, cell, tmp_path, capsys):
     assert run(tmp_path, capsys, name, "--quick", "--lengths", "160", "--cases", "1", "--only", *only)[0] == 0
     assert (tmp_path / "README.md").read_text() == before
     assert [cells(tmp_path / f"{table}.csv") for table in only] == found
+
+
+def test_responses_of_a_smaller_model(tmp_path, capsys):
+    """LookaheadKV table 8: the model itself as the smaller one gives equal responses; without one a note says so."""
+    usual = ["lookaheadkv", "--quick", *SMALL, "--only", "table8", "--dtype", "bfloat16"]
+    assert run(tmp_path / "own", capsys, *usual, "--draft", kvevict.small_llama())[0] == 0
+    found = cells(tmp_path / "own/table8.csv")
+    assert all(float(found[row, "smaller model"]["ours"]) == pytest.approx(100) for row in ("Recall", "Tau"))
+    assert all(float(found["Tau", f"T = {t}"]["ours"]) < 100 for t in (0.6, 0.8))
+    assert run(tmp_path / "none", capsys, *usual)[0] == 0
+    assert cells(tmp_path / "none/table8.csv")["Tau", "smaller model"]["ours"] == ""
+    assert "give one by --draft" in (tmp_path / "none/table8.md").read_text()
+
+
+@pytest.mark.quick
+def test_computed_costs():
+    """LookaheadKV's table 3 is within 1.5 % of the paper's. LAQ's drafts, 6 %: they read less than the paper counts."""
+    (table,) = (table for table in PAPERS["lookaheadkv"].tables if table.name == "table3")
+    found, (printed,) = theory(None, table).cells, table.printed().values()
+    assert len(printed) == 4 * 19
+    for place, number in printed.items():
+        near = 0.06 if place[0].endswith("LAQ") else 0.015
+        assert found[place].mean == pytest.approx(number, rel=near, abs=0.02), place
 
 
 @pytest.mark.quick

@@ -53,12 +53,13 @@ def full_cache(
     max_new_tokens: int,
     stopping_criteria: list | None = None,
     temperature: float | None = None,
+    writer: Any = None,
 ) -> FullCache:
-    """Generate the unpatched model's response to a prompt, ids [1, N], greedily or sampled at a temperature, and read
-    prompt and response into a full cache."""
+    """Generate the response of the unpatched model, or of another model `writer`, to a prompt, ids [1, N], greedily or
+    sampled at a temperature, and read prompt and response into a full cache of `model`."""
     sampling = dict(do_sample=False) if temperature is None else dict(do_sample=True, temperature=temperature)
     how = dict(max_new_tokens=max_new_tokens, stopping_criteria=stopping_criteria)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **how, **sampling)
+    out = (writer or model).generate(ids, attention_mask=torch.ones_like(ids), **how, **sampling)
     read = out[:, : ids.shape[1] + diagnostics.ROWS]
     queries = _Queries(read.shape[1] - ids.shape[1])
     everything = Policy(score="random", budget=read.shape[1], chunk_size=CHUNK, schedule="prompt")

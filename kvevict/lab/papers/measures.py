@@ -15,6 +15,7 @@ from ...engine.watch import diagnostics
 from ...engine.watch.watcher import Watcher
 from ...policy.building import choose
 from ...policy.refinements import REFINEMENTS
+from ...policy.rows import drafted
 from ...train.lookahead.validation import recall, tau
 from ..analysis import compare
 from ..evaluate.intervals import student
@@ -190,22 +191,28 @@ def spearman(session: Session, table: Table) -> Found:
 
 
 def responses(session: Session, table: Table) -> Found:
-    """LookaheadKV table 8: how alike a prompt's slots are by the model's sampled and by its greedy
-    response: recall of the best k = min(512, an eighth of the slots), and Kendall's tau-b; in per cent, means over
-    layers and kv heads."""
+    """LookaheadKV table 8: how alike a prompt's slots are by the model's greedy response and by a sampled one or, in
+    columns without a temperature, the smaller model's: recall of the best k = min(512, an eighth of the slots), and
+    Kendall's tau-b; in per cent, means over layers and kv heads."""
 
     def measure() -> Found:
         numbers: dict[Place, list[float]] = {}
         which, order = table.rows
+        drafting = None if session.draft is None else drafted.load(session.draft)
         for at, ids in enumerate(session.prompts()):
             true = _importance(compare.full_cache(session.model, ids, NEW))
             for column, cell in table.columns.items():
+                temperature = cell.get("temperature")
+                writer = drafting if temperature is None else session.model
+                if writer is None:
+                    continue
                 torch.manual_seed(at)
-                got = _importance(compare.full_cache(session.model, ids, NEW, temperature=cell["temperature"]))
-                k = max(1, min(512, ids.shape[1] // 8))
-                numbers.setdefault((which, column), []).append(float(recall(got, true, k)))
-                numbers.setdefault((order, column), []).append(float(tau(got, true)))
-        return Found({place: average(values, 100) for place, values in numbers.items()})
+                got = compare.full_cache(session.model, ids, NEW, temperature=temperature, writer=writer)
+                k, other = max(1, min(512, ids.shape[1] // 8)), _importance(got)
+                numbers.setdefault((which, column), []).append(float(recall(other, true, k)))
+                numbers.setdefault((order, column), []).append(float(tau(other, true)))
+        notes = ["The smaller model is left out: give one by --draft."] if drafting is None else []
+        return Found({place: average(values, 100) for place, values in numbers.items()}, notes=notes)
 
     return session.kept(table.name, list(table.columns), measure)
 

@@ -132,14 +132,16 @@ def theory(session: Session, table: Table) -> Found:
     """Compute LookaheadKV's costs of LLaMA3.1-8B on an H100 with 128 slots, as its appendix B: non-causal attention, no
     logits, no time of scoring; TFLOPs (2^40), GB (2^30) of weights and of what drafts read, the time to the first token
     and above a forward pass in ms. A policy "oracle" stands for 32 lookahead rows, whose adapter of 20.6 million
-    parameters is read besides; before "speckv" LLaMA3.2-1B reads the prompt and writes 32 tokens."""
+    parameters is read besides, "speckv" for 32 rows that LLaMA3.2-1B has written after it read the prompt."""
     found, base, model = Found({}), {}, replace(shape("LLaMA3.1-8B"), head_weights=0)
     small = replace(shape("LLaMA3.2-1B"), head_weights=0)
     for (row, column), cell in table.cells().items():
         own, drafts = cell["policy"] == "oracle", cell["policy"] == "speckv"
         policy: Policy | None = None
-        if cell["policy"] not in (FULL.policy, "speckv"):
-            policy = choose(cell["policy"], budget=cell["budget"], **(dict(ids=tuple(range(32))) if own else {})).policy
+        if own or drafts:
+            policy = choose("oracle", budget=cell["budget"], ids=tuple(range(32))).policy
+        elif cell["policy"] != FULL.policy:
+            policy = choose(cell["policy"], budget=cell["budget"]).policy
         run = plan(model, policy, cell["length"], hardware=H100, causal=False)
         work, moved = sum(run["flops"].values()), run["moved"]["linear"] + run["moved"].get("drafts", 0)
         seconds = run["seconds"] - H100.seconds(run["flops"]["scoring"], run["moved"]["scoring"])
