@@ -6,14 +6,16 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from toy_task import line
 
 import kvevict
 from kvevict.cli import main
 from kvevict.lab.evaluate.protocols import words
 from kvevict.lab.evaluate.runs import RunSpec, policy_for
-from kvevict.lab.papers import PAPERS, Found, Table, Value, numbers, scores, write
+from kvevict.lab.papers import PAPERS, Found, Paper, Table, Value, numbers, scores, write
 from kvevict.lab.papers.run import chosen, lacking
+from kvevict.lab.papers.run import run as make
 from kvevict.lab.papers.scores import value
 from kvevict.lab.papers.speed import theory
 
@@ -125,6 +127,25 @@ def test_a_model_that_lacks_something():
     assert lacking(made(3, 2), table) == "it needs 4 layers that evict, the model has 3"
     assert lacking(made(4, 1), table) == "it needs 2 kv heads, the model has 1"
     assert lacking(made(4, 2), table) == ""
+
+
+@pytest.mark.quick
+def test_a_table_that_fails(tmp_path):
+    """The other tables go on."""
+
+    def full(session, table):
+        raise torch.OutOfMemoryError("CUDA out of\nmemory")
+
+    measures = (full, lambda *_: Found({("a", "b"): Value(1.0)}), lambda *_: Found({}))
+    tables = [Table(f"table{n}", "", measure, {}, {}) for n, measure in enumerate(measures)]
+    session = SimpleNamespace(
+        name="m", out=tmp_path, layers=2, kv_heads=2, texts=1, about={}, notes=[], bar=None, step=lambda count: None,
+        prompts=lambda count: [torch.zeros(1, 8, dtype=torch.long)], model=SimpleNamespace(generate=lambda *_, **__: 0),
+    )  # fmt: skip
+    made, failed = make(session, Paper("X", tuple(tables), {"table9": "why"}), [])
+    assert list(made) == ["table1"] and (tmp_path / "table1.csv").exists()
+    assert failed == {"table0": "CUDA out of memory", "table2": "no cell of it can be measured"}
+    assert "- table0: CUDA out of memory\n" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.quick

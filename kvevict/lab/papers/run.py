@@ -59,7 +59,7 @@ def run(session: Session, paper: Paper, only: list[str]) -> tuple[dict[str, list
                 found.notes = [*dict.fromkeys(found.notes + session.notes)]
                 made[table.name] = write.table(session.out, table, found, drawn)
                 said = f"{', '.join(made[table.name])} ({time.perf_counter() - start:.0f} s)"
-            except (ValueError, TypeError, OSError) as error:
+            except (ValueError, TypeError, OSError, RuntimeError) as error:  # RuntimeError: a GPU's memory is full
                 failed[table.name] = said = " ".join(str(error).split())
             if table.measure is not scores:
                 session.step(_runs(session, table))
