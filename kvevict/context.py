@@ -22,6 +22,7 @@ class Context:
     note: Callable | None = None  # called with (module, query, key) by attention that runs unpatched
     training_attention: Any = None  # the attention function of `kvevict.train.lookahead.passes`
     plans: dict = field(default_factory=dict)  # {engine.hook.installed.Installed: the Plan of calls in this context}
+    ahead: Any = None  # the kvevict.engine.hook.ahead.Ahead that answers calls with a token of the running answer
     adapter: object = None  # a unique object that identifies the active `kvevict.models.adapter.Adapter.on`
 
 

@@ -42,6 +42,9 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
                        `archive_in` with recall=True; None where none could come back
     reach              [row] with recall=True: whether an answer attends to all slots or to chosen ones, and the rule
                        that decided (`recall_slots`); else None
+    checked            with recall_check, since the read: `tokens`, the number of drafted tokens that were checked,
+                       `replaced`, how many of them were replaced, and `calls`, the number of calls over all slots; of a
+                       text's cache, those of the answers about it. None without
     overhead_bytes     bytes of free room, positions and carried scores
     seconds            per stage: read (all), attend, evict (choosing and moving slots; score, select, compact and
                        diagnose are its parts), draft (laq, speckv), recall (slots put back before the choice), and
@@ -67,6 +70,9 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
     result = copy.deepcopy({key: value for key, value in meter.report.items() if positions or key != "positions"})
     result["recalled"] = meter.recalled()
     result["question"] = [dict(text=each.text, tokens=each.tokens, found=each.how) for each in meter.question] or None
+    result["checked"] = (
+        dict(tokens=meter.checked, replaced=meter.replaced, calls=meter.checks) if meter.checks else None
+    )
     own = [layer.counts for layer in source.layers if isinstance(layer, EvictionLayer)] if held else meter.stored
     counts = iter(own)
     result["stored"] = [heads and (next(counts).tolist() if own else [*heads]) for heads in result["kept"]]

@@ -144,7 +144,7 @@ def answer(
             fork, here = rows_of(context, len(batch)), [ids[at] for at in batch]
             logits = continued(inner, fork, here)
             choosers, most = list(map(sampling.chooser, here)), [max_new_tokens] * len(here)
-            tokens = written(inner, tokenizer, logits, fork, most, choosers, one_line)
+            tokens = written(inner, tokenizer, logits, fork, most, choosers, one_line, context.meter)
             for at, each in zip(batch, tokens, strict=True):
                 text = tokenizer.decode(each, skip_special_tokens=True).strip()
                 answers[at] = text.partition("\n")[0] if one_line else text

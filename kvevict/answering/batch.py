@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..context import context
 from ..engine.memory.joining import Pools, join, part
 from ..models import rotary
 from ..models.compat import CACHE
@@ -48,7 +49,11 @@ class Batch:
         self.cache, self.rows = self._part(rows) if rows else None, list(rows)
 
     def _part(self, rows: Sequence[Any]) -> Any:
-        return self.cache if len(rows) == len(self.rows) else part(self.cache, [self.rows.index(row) for row in rows])
+        if len(rows) == len(self.rows):
+            return self.cache
+        if (ahead := context().ahead) is not None:
+            ahead.close()  # so that the cache holds no tokens that were read ahead
+        return part(self.cache, [self.rows.index(row) for row in rows])
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:

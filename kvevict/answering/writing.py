@@ -1,8 +1,9 @@
 """Writes answers that continue a cache, token by token, either greedy or drawn. Beam search, penalties and the cache
 settings of the model's generation_config are ignored."""
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import torch
 
 from ..asking.prompts import Tokenizer, line_ended
+from ..context import context
+from ..engine.hook.ahead import checking
 from ..engine.hook.installed import plan_of
 from ..engine.memory.joining import obstacle
+from ..engine.memory.meter import Meter
 from ..models.families import find_decoder
-from ..policy.checks import at_least_0, count, fraction
+from ..policy.checks import PLENTY, at_least_0, count, fraction
 from ..policy.rows.drafted import end_tokens
 from .batch import Batch
 
@@ -43,12 +47,23 @@ class Sampling:
     def chooser(self, question: Iterable[int] = ()) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function for `Answer.choose`. The draws depend only on the seed and on the ids of the question that
         is answered."""
-        temperature = self.temperature
-        if temperature is None:
+        if self.temperature is None:
             return torch.argmax
         digest = hashlib.sha256(repr((self.seed, *question)).encode()).digest()
         noise = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        return lambda row: drawn(row, noise, temperature, self.top_p)
+        return Draw(noise, self.temperature, self.top_p)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A function for `Answer.choose` that draws tokens, as `drawn` does."""
+
+    noise: torch.Generator
+    temperature: float
+    top_p: float
+
+    def __call__(self, row: torch.Tensor) -> torch.Tensor:
+        return drawn(row, self.noise, self.temperature, self.top_p)
 
 
 def drawn(row: torch.Tensor, noise: torch.Generator, temperature: float, top_p: float = 1.0) -> torch.Tensor:
@@ -95,6 +110,35 @@ class Answer:
     def take(self, logits: torch.Tensor) -> None:
         """Choose the next token by logits [vocabulary], and append it to the answer."""
         self.see(int(self.pick(logits)))
+
+
+class Drafted:
+    """The `kvevict.engine.hook.ahead.Drafts` of a batch's answers: the tokens that `Sampling` chooses; of answers with
+    another `choose`, which cannot be called twice for a token, the likeliest ones."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def begin(self, tokens: torch.Tensor) -> int:
+        return max(PLENTY if each.most is None else each.most - len(each.ids) for each in self.batch.rows)
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        noises = [each.choose.noise for each in self.batch.rows if isinstance(each.choose, Draw)]
+        before = [noise.get_state() for noise in noises]
+        try:
+            yield
+        finally:
+            for noise, state in zip(noises, before, strict=True):
+                noise.set_state(state)
+
+    def choose(self, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        rows = zip(self.batch.rows, logits, strict=True)
+        return torch.stack([each.pick(row) if isinstance(each.choose, Draw) else row.argmax() for each, row in rows])
+
+    def ended(self, drafted: torch.Tensor) -> bool:
+        rows = zip(self.batch.rows, drafted[:, 1:].tolist(), strict=True)
+        return all(answer.ends([*answer.ids, *ids]) for answer, ids in rows)
 
 
 class Unseen:
@@ -151,6 +195,8 @@ def _is_late(batch: Batch) -> bool:
     plan = plan_of(find_decoder(batch.model))
     if batch.device.type not in LATE or plan is None or plan.run.compiled is not True or batch.cache.tiers.awaits:
         return False
+    if context().ahead is not None:
+        return False
     return not plan.policy.decode and plan.policy.carry != "sum" and obstacle(batch.cache) is None
 
 
@@ -195,7 +241,7 @@ def _leave(batch: Batch) -> None:
 @torch.no_grad()
 def written(
     model: torch.nn.Module, tokenizer: Tokenizer, logits: torch.Tensor, cache: Any, most: list[int],
-    choosers: Sequence[Callable[[torch.Tensor], torch.Tensor]], one_line: bool = False,
+    choosers: Sequence[Callable[[torch.Tensor], torch.Tensor]], one_line: bool = False, meter: Meter | None = None,
 ) -> list[list[int]]:  # fmt: skip
     """Write an answer after each row of a cache. Returns for each row the list of ids, including the one that ends the
     answer.
@@ -204,6 +250,7 @@ def written(
     most      largest number of ids of each row's answer
     choosers  `Answer.choose` of each row's answer
     one_line  whether an answer ends with its first line that is not empty
+    meter     the `Meter` that counts checked tokens (`Policy.recall_check`); None: that of the cache
     """
     eos = ends_of(model, tokenizer)
 
@@ -212,7 +259,8 @@ def written(
 
     answers = [Answer(choose, partial(ends, number), number) for choose, number in zip(choosers, most, strict=True)]
     batch = Batch(model, answers, cache)
-    step(batch, logits[:, -1])
-    while batch.rows:
-        step(batch)
+    with checking(plan_of(find_decoder(model)), Drafted(batch), meter):
+        step(batch, logits[:, -1])
+        while batch.rows:
+            step(batch)
     return [answer.ids for answer in answers]

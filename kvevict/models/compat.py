@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..context import context
+
 TESTED = (5, 4), (5, 24)  # the oldest and the newest version of Transformers that the tests have run with
 OLDEST, NEWEST = (".".join(map(str, version)) for version in TESTED)
 
@@ -61,7 +63,7 @@ def named(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {CACHE if name == "past_key_values" else name: value for name, value in kwargs.items()}
 
 
-def _get_candidate_generator(model: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -> Any:
+def _get_candidate_generator(model: torch.nn.Module, run: Callable, *args: object, **kwargs: Any) -> object:
     """Stand in for `run`, the method by which `generate` begins assisted or prompt-lookup decoding: mark its cache, as
     candidate tokens may be taken back from it. (Transformers' own mark, `activate_past_recording`, comes before the
     cache is an `EvictionCache`.)"""
@@ -69,6 +71,11 @@ def _get_candidate_generator(model: torch.nn.Module, run: Callable, *args: Any, 
         raise ValueError(
             "assistant_early_exit drafts with some of the model's layers, whose cache kvevict cannot share: give an "
             "assistant_model, or prompt_lookup_num_tokens"
+        )
+    if context().ahead is not None:
+        raise ValueError(
+            "recall_check drafts with the model itself: generate without assistant_model and prompt_lookup_num_tokens, "
+            "or leave recall_check out"
         )
     assistant = kwargs.get("assistant_model")
     installed = (module.__dict__.get(STATE) for module in (assistant.modules() if assistant is not None else ()))
@@ -88,6 +95,13 @@ def _get_candidate_generator(model: torch.nn.Module, run: Callable, *args: Any, 
     return run(*args, **kwargs)
 
 
+def _get_logits_processor(model: torch.nn.Module, run: Callable, *args: object, **kwargs: object) -> list:
+    """Stand in for `run`, the method by which `generate` prepares its logits processors: let checked answers draft with
+    them."""
+    processors, ahead = run(*args, **kwargs), context().ahead
+    return processors if ahead is None else ahead.drafts.noted(processors, kwargs["generation_config"])
+
+
 def _init_continuous_batching(model: torch.nn.Module, run: Callable, *args: object, **kwargs: object) -> None:
     raise ValueError(
         "a paged cache (generate_batch, continuous batching) cannot be evicted from: call model.generate, or "
@@ -99,6 +113,7 @@ def _init_continuous_batching(model: torch.nn.Module, run: Callable, *args: obje
 # **kwargs)}. A model without a method of this name is left as it is.
 STAND_INS = {
     "_get_candidate_generator": _get_candidate_generator,
+    "_get_logits_processor": _get_logits_processor,
     "init_continuous_batching": _init_continuous_batching,
 }
 

@@ -64,6 +64,11 @@ class Policy:
                    the prompt's last 16 rows choose the slots that later tokens attend to. 0: rows of the prompt choose
                    before the answer; None: 16, or 0 if layers share a choice, if rows are drafted or repeated, or if
                    the policy cannot choose slots, or evicts them, while decoding
+    recall_check   with recall=True: number of an answer's tokens that one call checks. `generate` and `kvevict.answer`
+                   write this many tokens over the chosen slots, and the call reads them over all slots, replaces the
+                   first that would be another there, and takes the later ones back. So the answer is the one of all
+                   slots, at a fraction of their traffic; the call's rows choose the slots for the next tokens. None:
+                   answers are not checked
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
     heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
                    `kvevict.HEADS["ada"](floor="max")`
@@ -95,6 +100,7 @@ class Policy:
     recall: bool = False
     recall_slots: int | float | None = None
     recall_after: int | None = None
+    recall_check: int | None = None
     layers: LayerBudget | str = "uniform"
     heads: HeadBudget | str = "equal"
     select: Selection | str = "token"
@@ -193,7 +199,7 @@ class Policy:
         """The number of a kv head's slots that are kept whatever their score: the protected first slots, and the
         largest number of last slots that the score, the rows, a run cut by a chunk's end, or `keep_last` protects."""
         run = max(select.run for select in self.selections) - 1 if self.schedule == "chunk" else 0
-        return self.first + max(self.score.protected[1], self.rows.protected, run, self.spared)
+        return self.first + max(self.score.protected[1], self.rows.protected, run, self.spared, self.recall_check or 0)
 
     @property
     def first(self) -> int:

@@ -29,6 +29,8 @@ def reach(policy: Policy, here: bool, tokens: int, sizes: Sizes) -> Reach:
     """Decide how far the answer to a prompt of `tokens` tokens attends, by shapes alone: to all slots, if nothing asks
     for fewer and if a token then reads no more bytes of the archive than of the weights. here: whether the archive is
     in the memory of the model's device."""
+    if policy.recall_check is not None:
+        return Reach(False, f"all slots, by checks of {policy.recall_check} tokens: recall_check was given")
     for name in ("recall_slots", "recall_after", "threshold"):
         if (given := getattr(policy, name)) is not None:
             all_slots = name == "recall_slots" and keeps_all(given)

@@ -84,7 +84,7 @@ def _check_budget(policy: "Policy") -> None:
 def check_recall(policy: "Policy") -> None:
     """Raise TypeError or ValueError if `recall_slots` cannot be the policy's budget, or if the policy cannot have its
     `recall_after`."""
-    for name in ("recall_slots", "recall_after"):
+    for name in ("recall_slots", "recall_after", "recall_check"):
         if getattr(policy, name) and not policy.recall:
             raise ValueError(f"{name}={getattr(policy, name)} is about recall: give recall=True too, or leave it out")
     try:
@@ -95,13 +95,30 @@ def check_recall(policy: "Policy") -> None:
         raise type(error)(f"recall_slots: {error}") from None
     if policy.recall_after is not None:
         count("recall_after", policy.recall_after, 0)
+    if policy.recall_check is not None:
+        _check_checks(policy)
     _ = policy.answered
+
+
+def _check_checks(policy: "Policy") -> None:
+    """Raise TypeError or ValueError if the policy's answers cannot be checked as `recall_check` says."""
+    rows = count("recall_check", policy.recall_check, 2)
+    for why in (
+        (policy.recall_after, "answers are checked from their first token on: leave recall_after out"),
+        (policy.decode, "tokens are taken back, which eviction while decoding cannot do: decode=False"),
+        (policy.rows.needs_full_prompt or policy.rows.repeats,
+         "this policy drafts, or repeats the prompt, and an answer's rows would choose instead"),
+        (policy.chunk_size is not None and policy.chunk_size < rows,
+         f"the tokens are checked in one call, and chunk_size={policy.chunk_size} splits it: give a larger one"),
+    ):  # fmt: skip
+        if why[0]:
+            raise ValueError(f"recall_check={rows}: {why[1]}; or leave recall_check out")
 
 
 def answered(policy: "Policy") -> int:
     """Return the policy's `recall_after`, or its default. Raises ValueError if the policy cannot have the value."""
     given = policy.recall_after
-    if given == 0 or not policy.recall:
+    if given == 0 or not policy.recall or policy.recall_check:
         return 0
     reason = _never_chooses_again(policy)
     if reason and given is not None:

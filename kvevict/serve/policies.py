@@ -37,6 +37,8 @@ class Policies:
         policy, run = choose(name, **common | own)
         if run.archive_kv is not None:
             raise ValueError("recall_kv: here a text's slots are those that answers attend to: give kvevict serve --kv")
+        if policy.recall_check is not None:
+            raise ValueError("recall_check: the server does not check answers; leave it out")
         if "recall" not in own:
             with contextlib.suppress(ValueError):
                 policy = replace(policy, recall=True)

@@ -22,6 +22,7 @@ from ..memory.cache import EvictionCache
 from ..read.plan import Plan
 from ..read.spans import Spans
 from ..read.step import OuterCall, Step
+from .ahead import Generation, checking
 from .arguments import Arguments
 from .standin import NO_RECORD, UNTRACED, WRAPPED, StandIn, replace, restore
 
@@ -65,7 +66,7 @@ def remove(decoder: torch.nn.Module, tops: Iterable[torch.nn.Module]) -> None:
                 top.__dict__.update({} if standin.before is None else {name: standin.before})
 
 
-def _generate(self: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -> Any:
+def _generate(self: torch.nn.Module, run: Callable, *args: object, **kwargs: Any) -> object:
     """Stand in for `run`, the model's `generate`: use one policy from its first token to its last."""
     decoder = find_decoder(self)
     installed = decoder.__dict__.get(STATE)
@@ -78,7 +79,7 @@ def _generate(self: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -
         if isinstance(cache, EvictionCache) and cache.sequence.columns and not cache.sequence.half_read:
             cache.record_past = False  # from now on tokens of earlier calls cannot be taken back
             _check_after(cache.sequence.columns, *args, **kwargs)
-        with within(plans={**context().plans, installed: plan}):
+        with within(plans={**context().plans, installed: plan}), checking(plan, Generation()):
             output = run(*args, **kwargs)
     finally:
         installed.leave(decoder)
@@ -108,12 +109,16 @@ def _check_after(
         )
 
 
-def _top_forward(self: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -> Any:
+def _top_forward(self: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -> object:
     """Stand in for `run`, the forward of the model around the decoder."""
     if compat.takes(getattr(run, "__func__", run), compat.CACHE):  # a model of remote code may use another name
         kwargs = compat.named(kwargs)
     wanted, ids = kwargs.get("logits_to_keep", 0), args[0] if args else kwargs.get("input_ids")
     wanted = wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0
+    ahead = context().ahead
+    if ahead is not None and len(args) < 2 and ahead.takes(ids, kwargs):
+        others = {name: value for name, value in kwargs.items() if name != "input_ids"}
+        return ahead.answer(functools.partial(_top_forward, self, run), ids, others)
     call = OuterCall(self, kwargs.get("attention_mask"), wanted)
     with within(outer=call, few_rows=few_rows.has_few(self, ids, kwargs.get("inputs_embeds"))):
         output = run(*args, **kwargs)

@@ -46,6 +46,9 @@ class Meter:
         self.peak = 0  # the most bytes of keys and values at any time, those of chunks not stored yet included
         self.seconds: dict[str, float] = defaultdict(float)  # stage -> seconds
         self.replayed = 0  # number of tokens decoded after the read by replaying a recording
+        self.checks = 0  # number of calls since the read that checked drafted tokens (hook/ahead.py)
+        self.checked = 0  # number of tokens that they checked
+        self.replaced = 0  # number of these that were replaced
         self.unrecorded: str | None = None  # the reason why the last decoded token was not to be recorded
         # For each layer the positions of its slots (before the recall, right after it); None: nothing was recalled
         self.recalls: list[tuple[Positions, Positions]] | None = None

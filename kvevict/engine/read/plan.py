@@ -42,6 +42,11 @@ class Plan:
         policy.check_layers(len(self.order))
         self.all_full_attention = set(kinds) == {families.FULL_ATTENTION}
         self.keeps_state = bool({families.STATE, families.FULL_ATTENTION_AND_STATE} & set(kinds))
+        if policy.recall_check is not None and self.keeps_state:
+            raise ValueError(
+                f"recall_check={policy.recall_check}: tokens are taken back, which this model's layers with a state "
+                f"({decoder.config.model_type}) cannot do: leave recall_check out"
+            )
         self.tsp = tsp_of(policy, self.all_full_attention, len(kinds))
         self.wants_probs = policy.carry == "sum" or (policy.decode and policy.rows.newest)
         self.needed = quantities.of_policy(policy)
