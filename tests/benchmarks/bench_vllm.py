@@ -19,7 +19,7 @@ os.environ |= dict(
 def measure(a):
     from vllm import LLM, SamplingParams
 
-    options = None if a.engine == "plain" else dict(budget=a.budget, period=a.period, policy=a.policy)
+    options = None if a.engine == "plain" else dict(budget=a.budget, period=a.period, policy=a.policy, kv=a.kv)
     llm = LLM(
         model=a.model, dtype="bfloat16", max_model_len=a.longest, max_num_batched_tokens=a.period, max_num_seqs=16,
         kv_cache_memory_bytes=a.memory << 20, enforce_eager=True, seed=0, enable_prefix_caching=False,
@@ -61,6 +61,7 @@ def main():
     p.add_argument("--budget", type=int, default=512)
     p.add_argument("--period", type=int, default=512)
     p.add_argument("--policy", default="take+edie")
+    p.add_argument("--kv", default="model", help="how kvevict stores slots")
     p.add_argument("--longest", type=int, default=8192, help="max_model_len")
     p.add_argument("--memory", type=int, default=2048, help="MiB for KV")
     p.add_argument("--tokens", type=int, default=7500, help="of the prompt")
