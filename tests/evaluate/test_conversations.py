@@ -51,6 +51,19 @@ def test_cases(name):
     assert len({case.id for case in cases}) == 20
 
 
+def test_broad_and_narrow_questions():
+    """Turns 3, 6 and 9 ask for both facts of two kinds, the others for one fact; turns 5 and 10 repeat a question."""
+    cases = list(TASKS.find("turns/mixed")(TaskSettings(chat_tokenizer(), 5000, 1)))
+    wanted = {3: 4, 6: 4, 9: 4}
+    for case in cases:
+        same = [other for other in cases[: case.turn - 1] if other.question == case.question]
+        assert bool(same) == (case.turn in (5, 10)) == case.tags["again"]
+        count = len(same[0].answers) if same else wanted.get(case.turn, 1)
+        assert len(case.answers) == count and case.tags["asks"] == ("narrow" if count == 1 else "broad")
+        assert case.one_line == (count == 1) and case.metric == "contains_all"
+        assert all(answer in case.context for answer in case.answers)
+
+
 def test_texts_with_too_few_questions(tmp_path):
     asked = [dict(Q=f"Who {n}?", A="he", S="It rained.") for n in range(7)]
     record = dict(input="It rained. " * 50, qa_pairs=str(asked))
