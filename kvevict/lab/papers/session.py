@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,7 @@ from ..evaluate.ask import encode
 from ..evaluate.protocols import words
 from ..evaluate.runs import FULL, RunSpec, policy_for
 from ..evaluate.tasks import TASKS, Case, TaskSettings
-from . import Found, Setting, Value
+from . import Found, Setting, Table, Value
 
 PROBE = 64  # tokens that each policy reads before a table is begun, to find those that this model refuses
 
@@ -123,18 +124,28 @@ class Session:
         """Return ids [1, N] of `count` prompts (by default `texts`) of `length` tokens (by default the longest)."""
         return [ids for ids, _ in self.asked("facts", count or self.texts, length or self.lengths[-1])]
 
-    def kept(self, name: str, key: object, measure: Callable[[], Found]) -> Found:
-        """Return what `measure` returns, from the file of an earlier run if that has the same `key`."""
-        path = self.out / "measured" / f"{name}.json"
-        known = json.loads(json.dumps(dict(about=self.about, key=key)))
+
+Measure = Callable[[Session, Table], Found]
+
+
+def kept(measure: Measure) -> Measure:
+    """Decorate a table's measure: numbers that an earlier run of the same cells and settings has written are read."""
+
+    @functools.wraps(measure)
+    def run(session: Session, table: Table) -> Found:
+        path = session.out / "measured" / f"{table.name}.json"
+        known = json.loads(json.dumps(dict(about=session.about, cells=[table.rows, table.columns, table.common])))
         if path.exists():
             before = json.loads(path.read_text("utf-8"))
             if before["known"] == known:
                 return _unpacked(before["found"])
-        found = measure()
+        found = measure(session, table)
+        found.notes += session.notes
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write(path, json.dumps(dict(known=known, found=_packed(found))))
         return found
+
+    return run
 
 
 def _packed(found: Found) -> dict[str, object]:

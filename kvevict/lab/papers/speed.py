@@ -17,7 +17,7 @@ from ..analysis.speed import alternate
 from ..evaluate.runs import FULL, policy_for
 from . import Found, Place, Table, Value
 from .scores import laid_out
-from .session import Session
+from .session import Session, kept
 
 LLAMA: dict[str, object] = dict(vocab_size=128256, num_attention_heads=32, num_key_value_heads=8)
 QWEN: dict[str, object] = dict(vocab_size=151936, num_key_value_heads=8, head_dim=128)
@@ -52,36 +52,33 @@ def shape(name: str) -> Shape:
     return shape_of(config_of(name))
 
 
+@kept
 def speed(session: Session, table: Table) -> Found:
     """Time prompts of generated text and `new` tokens after them, medians over `repeat` runs. Columns are names in
     `_metrics`. tokens/s counts the prompt's tokens and the new ones, of all prompts of a batch."""
-
-    def measure() -> Found:
-        found, cells = Found({}), laid_out(session, table).cells()
-        runs: dict[tuple[int, int, int], dict[str, list[Place]]] = {}
-        for place, cell in cells.items():
-            run = session.run_of(cell)
-            if session.usable(run):
-                key = cell.get("length", session.lengths[-1]), cell.get("batch", 1), cell["new"]
-                name = UNPATCHED if run == FULL else f"{run.policy} {run.budget} {run.chunk_size}"
-                runs.setdefault(key, {}).setdefault(name, []).append(place)
-        setattr(session.model.generation_config, "eos_token_id", None)  # noqa: B010  all runs write as many tokens
-        for (length, batch, new), places in runs.items():
-            (ids,) = session.prompts(1, length=length)
-            named = {name: session.run_of(cells[some[0]]) for name, some in places.items() if name != UNPATCHED}
-            policies = {name: policy_for(run, ids.shape[1], (0,), model=session.model) for name, run in named.items()}
-            told = {name: chosen.with_tokenizer(session.tokenizer) for name, chosen in policies.items()}
-            timed = alternate(session.model, ids.expand(batch, -1), told, new, session.repeat)
-            for name, some in places.items():
-                metrics = _metrics(timed[name], ids.shape[1], batch, new)
-                found.cells |= {place: Value(metrics[place[1]], n=session.repeat) for place in some}
-        found.cells = {place: found.cells[place] for place in cells if place in found.cells}
-        runs_each = f"medians of {session.repeat} runs" if session.repeat > 1 else "one run each"
-        dtype = str(session.model.dtype).removeprefix("torch.")
-        found.notes.append(f"{dtype}, threads: {torch.get_num_threads()}; {runs_each}.")
-        return found
-
-    return session.kept(table.name, sorted(map(repr, table.cells().items())), measure)
+    found, cells = Found({}), laid_out(session, table).cells()
+    runs: dict[tuple[int, int, int], dict[str, list[Place]]] = {}
+    for place, cell in cells.items():
+        run = session.run_of(cell)
+        if session.usable(run):
+            key = cell.get("length", session.lengths[-1]), cell.get("batch", 1), cell["new"]
+            name = UNPATCHED if run == FULL else f"{run.policy} {run.budget} {run.chunk_size}"
+            runs.setdefault(key, {}).setdefault(name, []).append(place)
+    setattr(session.model.generation_config, "eos_token_id", None)  # noqa: B010  all runs write as many tokens
+    for (length, batch, new), places in runs.items():
+        (ids,) = session.prompts(1, length=length)
+        named = {name: session.run_of(cells[some[0]]) for name, some in places.items() if name != UNPATCHED}
+        policies = {name: policy_for(run, ids.shape[1], (0,), model=session.model) for name, run in named.items()}
+        told = {name: chosen.with_tokenizer(session.tokenizer) for name, chosen in policies.items()}
+        timed = alternate(session.model, ids.expand(batch, -1), told, new, session.repeat)
+        for name, some in places.items():
+            metrics = _metrics(timed[name], ids.shape[1], batch, new)
+            found.cells |= {place: Value(metrics[place[1]], n=session.repeat) for place in some}
+    found.cells = {place: found.cells[place] for place in cells if place in found.cells}
+    runs_each = f"medians of {session.repeat} runs" if session.repeat > 1 else "one run each"
+    dtype = str(session.model.dtype).removeprefix("torch.")
+    found.notes.append(f"{dtype}, threads: {torch.get_num_threads()}; {runs_each}.")
+    return found
 
 
 def _metrics(row: dict, prompt: int, batch: int, new: int) -> dict[str, float]:
