@@ -11,6 +11,9 @@ from transformers import DynamicCache, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import kvevict
+from kvevict.answering.answer import continued, rows_of
+from kvevict.answering.writing import Sampling
+from kvevict.answering.writing import written as written_after
 from kvevict.context import within
 from kvevict.engine.hook import ahead
 from kvevict.engine.memory import host
@@ -173,6 +176,23 @@ def test_the_cache_holds_the_answer(tmp_path):
             outs.append((net.generate(turn, max_new_tokens=NEW, do_sample=False, **{CACHE: cache}), held))
     assert torch.equal(outs[0][0], outs[1][0])
     for one, other in zip(outs[0][1], outs[1][1], strict=True):
+        assert one.shape == other.shape and relative(one, other) < 1e-5
+
+
+def test_rows_of_different_length_have_their_positions():
+    """Of questions that are answered together, after a replaced token, too."""
+    words, net, found = word_tokenizer(), shared(), []
+    ids = [prompt(1, length, seed=length)["input_ids"][0].tolist() for length in (20, 3, 9)]
+    for given in (dict(budget=4096, recall_check=None), {}):
+        with kvevict.evicting(net, **{name: value for name, value in (CHECKED | given).items() if value is not None}):
+            cache = rows_of(net(**prompt(1, 150), logits_to_keep=1).past_key_values, 3)
+            choosers = [Sampling(temperature=1.0, seed=seed).chooser() for seed in range(3)]
+            tokens = written_after(net, words, continued(net, cache, ids), cache, [NEW] * 3, choosers)
+        cache.tiers.append_last()
+        found.append((tokens, [layer.dense("k") for layer in every(cache)], kvevict.report(cache)["checked"]))
+    assert found[0][0] == found[1][0]
+    assert found[1][2]["replaced"] > 3
+    for one, other in zip(found[0][1], found[1][1], strict=True):
         assert one.shape == other.shape and relative(one, other) < 1e-5
 
 

@@ -18,7 +18,6 @@ from ..memory.meter import Meter
 from ..read.plan import Plan
 from ..read.step import OF_EVERY_TOKEN
 
-PLACES = "position_ids", "cache_position"  # arguments that count on from token to token
 TYPES = "token_type_ids", "mm_token_type_ids"  # arguments that stay the same from token to token
 
 
@@ -108,6 +107,9 @@ class Ahead:
         flags = [flag for flag in OF_EVERY_TOKEN if kwargs.get(flag)]
         if flags:
             raise ValueError(f"recall_check reads several tokens in one call: leave {flags[0]} out, or recall_check")
+        places, following = kwargs.get("position_ids"), cache.sequence.next_position
+        if places is not None and places.ndim == 2 and following is not None:
+            kwargs = kwargs | dict(position_ids=following[:, None])  # the driver counted on from a longer cache
         _record_windows(cache, True)
         drafted = self._drafted(call, cache, tokens, kwargs)
         sequence, meter, before = cache.sequence, cache.meter, cache.sequence.columns
@@ -150,14 +152,13 @@ class _OfCall:
 def _arguments(kwargs: dict, tokens: int, place: int) -> dict:
     """Change the arguments of a call with one token to those of a call with `tokens` tokens, which begins `place`
     tokens later and whose logits are all wanted."""
-    own = dict(kwargs)
+    own = {name: value for name, value in kwargs.items() if name != "cache_position"}  # models count it themselves
     if "logits_to_keep" in own:
         own["logits_to_keep"] = 0
     if (mask := own.get("attention_mask")) is not None:
         own["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), place + tokens - 1)], 1)
-    for name in PLACES:
-        if (first := own.get(name)) is not None:
-            own[name] = first + place + torch.arange(tokens, device=first.device)
+    if (first := own.get("position_ids")) is not None:
+        own["position_ids"] = first + place + torch.arange(tokens, device=first.device)
     for name in TYPES:
         if (kind := own.get(name)) is not None:
             own[name] = kind.expand(-1, tokens)
