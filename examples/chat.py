@@ -28,7 +28,7 @@ chat = kvevict.Chat(model, tokenizer, budget=256, recall="--again" not in sys.ar
 for name in ("Quorrin", "Breamuth", "Naislet"):
     said = chat.ask(f"{'' if chat.messages else text}What is the code of {name}?", max_new_tokens=32)
     share, verdict = kvevict.report(chat.cache)["kept_share"][0], "right" if str(codes[name]) in said else "wrong"
-    print(f"{share:.0%} of the slots kept: {said} ({verdict})")
+    print(f"{said} ({verdict}; attends to {share:.0%} of the slots)")
     chat.save("chat.safetensors")
 
 chat = kvevict.Chat.load("chat.safetensors", model, tokenizer)

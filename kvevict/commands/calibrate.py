@@ -61,5 +61,6 @@ def calibrate(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
         print("No budget can be promised: add larger --budgets, recall=true, or prompts; or ask for less agreement.")
         return asdict(result)
     result.save(args.out)
-    print(f"{found.policy} with budget={found.budget}, kv={found.kv!r}: written to {args.out}")
+    print(f"{found.policy} with budget={found.budget}, kv={found.kv!r}: written to {args.out}.")
+    print(f"To use it: kvevict.patch(model, {args.out!r}), or --policy {args.out}")
     return asdict(result) | dict(out=args.out)

@@ -17,7 +17,7 @@ import kvevict
 ROOT = Path(__file__).parents[2]
 SAYS = {
     "first_steps": "take+edie: The code of Naislet is 364735 (7% of 1787 tokens' slots, 512 KiB)",
-    "chat": "14% of the slots kept: The code of Naislet is 364735 (right)\nof the file: The code of Quorrin is 558240",
+    "chat": "is 364735 (right; attends to 100% of the slots)\nof the file: The code of Quorrin is 558240",
     "own_score": "{'rows': 'probe', 'chunk_size': 128} kept [64, 64, 64, 64]",
     "batch_eval": "4 of 4 right",
     "lookahead_tokens": "[[64, 64, 64, 64]]",
