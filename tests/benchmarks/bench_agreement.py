@@ -6,7 +6,8 @@ With --recall each context is read in one chunk by `take+edie` with recall=True 
 answered, and the unpatched model reads prompt and answer in one call: *same* is the share of the answer's tokens that
 are its likeliest. With --runs, each POLICY@BUDGET, all slots are read once and write the answer; then each policy reads
 the last 64 tokens of the context and the question, and chooses among all slots; the answer's tokens follow. So all
-policies read in one chunk, and it is read once. --alone: runs that read the prompt anew, as policies need that score
+policies read in one chunk, and it is read once; what observes under `take+edie` are the words after the context.
+--alone: runs that read the prompt anew, as policies need that score
 slots while they read. *nats* is an answer's mean negative log likelihood above that of all slots. --write: runs of
 --runs that also write an answer, which gets LongBench's score. Writes a line per item and run, skips those that OUT
 has, and prints means by kind of work with 95 % intervals (bootstrap over items). Without --model it prints OUT's, and
@@ -14,6 +15,7 @@ draws those of `take+edie` as --picture.
 """
 
 import collections
+import contextlib
 import json
 import random
 from pathlib import Path
@@ -24,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvevict
 from kvevict.answering.writing import written
+from kvevict.asking.question import observing
 from kvevict.context import within
 from kvevict.lab.evaluate.ask import encode
 from kvevict.lab.evaluate.following import followed, nats
@@ -49,7 +52,9 @@ class Item:
     def __init__(self, model, tokenizer, case, most):
         self.model, self.tokenizer, self.case = model, tokenizer, case
         prompt = encode(model, tokenizer, case)
-        self.context, self.question = prompt.context, prompt.question
+        ids, at = prompt.context + prompt.question, len(prompt.context)
+        at = at if prompt.question else at - LAST  # some prompts end with their context
+        self.context, self.question, self.said = ids[:at], ids[at:], prompt.said
         self.most = min(most, max(64, case.new_tokens))
 
     def write(self, out, cache):
@@ -90,7 +95,11 @@ class Item:
         cache, ids = None, self.context + self.question
         if not alone:
             cache, ids = self.text.fork(), self.context[-LAST:] + self.question
-        with self.evicting(policy, budget=budget, **({} if policy == "read-twice" else dict(chunk_size=ONE))):
+        before = len(self.context) + len(self.question) - len(ids)
+        probes = self.said and policy.startswith("take") and self.said[0] >= before
+        named = observing(tuple(end - before for end in self.said)) if probes else contextlib.nullcontext()
+        chunk = {} if policy == "read-twice" else dict(chunk_size=ONE)
+        with self.evicting(policy, budget=budget, **chunk), named:
             out = call(self.model, ids, cache)
         cache = cache_of(out)
         with kvevict.evicting(self.model, KEEP_ALL, tokenizer=False):
