@@ -98,7 +98,7 @@ static void kv_attend_few(const kv_attend_job *job, const kv_stream *x, int64_t 
   const int64_t every = kv_min(c1, kv_max(c0, kv_seen(head.bounds, 0)));
   const kv_state state = kv_state_in(job->states, at * job->splits + split, x->rows, x->width);
   if (c0 >= head.n) return;
-  kv_stream_load(x, &head.query, 0, &head.k);
+  kv_stream_load(x, &head.query, 0, x->rows, &head.k);
   kv_state_start(state, x->rows, x->width);
   kv_stream_run(x, head.query.cap, &head.k, &head.v, c0, every, 0, x->rows, state, NULL, 0);
   for (int64_t t = 0; t < job->a->T; t++) {

@@ -325,7 +325,9 @@ typedef struct {
   kv_new chunk;   /* S = 1; first unused */
   kv_slots slots; /* the new row is written at offset + len */
   /* Slots of a shared prefix, which come before `slots` and have the same formats and centre. They are only read: no
-   * row of the prefix may be a row that is written. pos and centre unused. All pointers NULL: no prefix. */
+   * row of the prefix may be a row that is written. Batch rows share a head's prefix if their offset and len are equal:
+   * a kernel may read it once for all of them, which changes no bit. pos and centre unused. All pointers NULL: no
+   * prefix. */
   kv_slots prefix;
   const float *sinks;        /* [H] or NULL */
   void *out;                 /* [B, 1, H, D] dtype */

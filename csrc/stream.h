@@ -64,14 +64,15 @@ static inline void kv_stream_load_words(const kv_stream *x, int64_t r, const flo
     memcpy(to + d, words + d / WORDS % pairs * (x->D / 2) + d / (pairs * WORDS) * WORDS, WORDS * sizeof *words);
 }
 
-/* Loads the queries from step t0 on, in the form in which the keys k are multiplied. Row r is head r % G at step
- * t0 + r / G. */
-static inline void kv_stream_load(const kv_stream *x, const kv_queries *query, int64_t t0, const kv_columns *k) {
-  for (int64_t r = 0; r < x->rows; r++) {
+/* Loads the queries of rows r0 .. r0 + n - 1, in the form in which the keys k are multiplied. Row r0 + i is head i % G
+ * at step i / G. */
+static inline void kv_stream_load(const kv_stream *x, const kv_queries *query, int64_t r0, int64_t n,
+                                  const kv_columns *k) {
+  for (int64_t i = 0, r = r0; i < n; i++, r++) {
     float *q = x->q + r * x->width;
-    kv_load_query(query, r % query->G, t0 + r / query->G, q);
+    kv_load_query(query, i % query->G, i / query->G, q);
     if (x->k_form == KV_BY_BF16) { /* the words are neither converted nor scaled: their products are scaled later */
-      kv_load_words(query, r % query->G, t0 + r / query->G, x->words + r * x->D / 2);
+      kv_load_words(query, i % query->G, i / query->G, x->words + r * x->D / 2);
       x->by[r] = query->scale, x->more[r] = 0;
     } else if (kv_is_words(x->k_form)) {
       kv_stream_load_words(x, r, q, k->centre);

@@ -314,6 +314,24 @@ def bench_fork(H, Hkv, D, stored, dtype):
     return [(f"fork decode {H}/{Hkv} d={D} on {stored} {str(dtype)[6:]}", ways[0], "own", ways[1])]
 
 
+def bench_shared(H, Hkv, D, stored, dtype):
+    """A decoded token of 8 rows that share a prefix, beside rows that each have a copy of it."""
+    q, k, v, *_, keys, values, scale = data(8 * H, 8 * Hkv, D, stored, 1, dtype)
+    pos, first = torch.arange(stored, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32)
+    text = Storage.empty(keys[:, :Hkv]).append(
+        keys[:, :Hkv, :stored], values[:, :Hkv, :stored], pos, first, first.numpy()
+    )
+    shared = text.forked().aliased([0] * 8)
+    apart = replace(shared, prefix=shared.prefix.moved(shared.prefix.capacity))
+    shared, apart, now = shared.with_room(), apart.with_room(), pos[:, -1:].expand(8, 1).contiguous()
+    rows = [x.reshape(8, -1, 1, D) for x in (q, k, v)]
+    for way in (shared, apart):
+        way.tick()
+    ways = [partial(way.decode, *rows, now, scale=scale) for way in (shared, apart)]
+    close("shared", ways[0]()[0], ways[1]()[0], 0.0)
+    return [(f"decode of 8 rows {H}/{Hkv} d={D} sharing {stored} {str(dtype)[6:]}", ways[0], "apart", ways[1])]
+
+
 def bench_short(H, Hkv, D, stored, rows, dtype):
     """A few rows on many slots: a question, a draft."""
     q, k, v, held, keys, values, scale = data(H, Hkv, D, stored, rows, dtype)
@@ -448,6 +466,8 @@ def few_rows():
             yield bench_decode, (8 * group, 8, 128, 32768, dtype)
         for stored in (512, 2048, 8192, 32768):
             yield bench_fork, (32, 8, 128, stored, dtype)
+        for H, Hkv, D in ((9, 3, 64), (14, 2, 64), (32, 8, 128)):
+            yield bench_shared, (H, Hkv, D, 4000, dtype)
         for group in (1, 4):
             for rows in (16, 64):
                 yield bench_short, (8 * group, 8, 128, 32768, rows, dtype)

@@ -58,10 +58,28 @@ static void test_attend(kv_dtype dtype, int64_t T, int64_t S, int64_t longest) {
   drop(&p);
 }
 
+/* Gives some heads i of later batch rows the first len[i] slots of head from[i], which is the same kv head of the first
+ * batch row; from[i] of all other heads is i. Draws len[i] <= slots.len[i]. */
+static void share_slots(problem *p, int64_t *from, int32_t *len) {
+  for (int64_t i = 0; i < p->B * p->Hkv; i++) {
+    const int32_t n = p->slots.len[i];
+    len[i] = (int32_t)(below(3) ? below(n + 1) : n * below(2)), from[i] = i;
+    if (i < p->Hkv || len[i % p->Hkv] > n || below(3) == 0) continue;
+    from[i] = i % p->Hkv, len[i] = len[from[i]];
+    for (int64_t j = 0; j < len[i] * p->D; j++) {
+      const int64_t to = p->slots.offset[i] * p->D + j, at = p->slots.offset[from[i]] * p->D + j;
+      put(p->dtype, p->slots.k, to, get(p->dtype, p->slots.k, at));
+      put(p->dtype, p->slots.v, to, get(p->dtype, p->slots.v, at));
+    }
+  }
+  free(p->qs), free(p->ks), free(p->vs);
+  gather(p);
+}
+
 static void test_decode(kv_dtype dtype, int64_t longest) {
   problem p = make(dtype, 1, 1, longest, 0);
   const int64_t C = longest + 1 + below(9), outs = p.B * p.H * p.D, bytes = p.rows * p.D * kv_size(dtype);
-  enum { RUNS = 3 }; /* with threads, without, and with some of the slots in a prefix */
+  enum { RUNS = 4 }; /* with threads, without, with some of the slots in a prefix, and with one that rows share */
   void *out[RUNS];
   float *lse[RUNS], *probs[RUNS];
   for (int i = 0; i < RUNS; i++)
@@ -69,7 +87,9 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
   void *k = need((size_t)bytes, 1), *v = need((size_t)bytes, 1);
   int64_t *own_offset = need((size_t)(p.B * p.Hkv), sizeof *own_offset);
   int32_t *own_len = need((size_t)(p.B * p.Hkv), sizeof *own_len), *len = need((size_t)(p.B * p.Hkv), sizeof *len);
+  int64_t *from = need((size_t)(p.B * p.Hkv), sizeof *from), *offset = need((size_t)(p.B * p.Hkv), sizeof *offset);
   const int with_probs = below(2) == 0;
+  share_slots(&p, from, len);
   memcpy(k, p.slots.k, (size_t)bytes), memcpy(v, p.slots.v, (size_t)bytes);
   for (int64_t i = 0; i < p.B * p.Hkv; i++) /* the buffers' expected content */
     for (int64_t d = 0; d < p.D; d++) {
@@ -79,8 +99,8 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
       put(dtype, v, to, at_slot(&p, NULL, p.chunk.v, p.chunk.v_stride, b, h, n, d));
     }
   for (int64_t i = 0; i < p.B * p.Hkv; i++) {
-    len[i] = (int32_t)(below(3) ? below(p.slots.len[i] + 1) : p.slots.len[i] * below(2));
     own_offset[i] = p.slots.offset[i] + len[i], own_len[i] = p.slots.len[i] - len[i];
+    offset[i] = p.slots.offset[from[i]];
   }
   for (int i = 0; i < RUNS; i++) {
     kv_decode a = {.dtype = dtype,
@@ -101,15 +121,17 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
                    .rows = p.rows,
                    .rows_prefix = p.rows};
     memcpy(a.q_stride, p.q_stride, sizeof a.q_stride);
-    if (i == 2) {
-      a.prefix = (kv_slots){.k = k, .v = v, .offset = p.slots.offset, .len = len};
+    if (i >= 2) {
+      a.prefix = (kv_slots){.k = k, .v = v, .offset = i == 2 ? p.slots.offset : offset, .len = len};
       a.slots.offset = own_offset, a.slots.len = own_len;
     }
     kv_set_parallel(i == 1 ? NULL : threads_hook, 3); /* threads first: the serial run finds the new row written */
     check(kv_decode_cpu(&a) == KV_OK, "decode status");
   }
   for (int i = 1; i < RUNS; i++) {
-    const char *what = i == 1 ? "decode, serial and parallel" : "decode, with a prefix and without";
+    const char *what = i == 1   ? "decode, serial and parallel"
+                       : i == 2 ? "decode, with a prefix and without"
+                                : "decode, with a shared prefix and without";
     check(memcmp(out[0], out[i], (size_t)(outs * kv_size(dtype))) == 0 || p.wild, what);
     check_same(lse[0], lse[i], p.B * p.H, what);
     check_same(probs[0], probs[i], p.B * p.Hkv * C, what);
@@ -136,7 +158,7 @@ static void test_decode(kv_dtype dtype, int64_t longest) {
     }
   }
   for (int i = 0; i < RUNS; i++) discard(out[i]), free(lse[i]), free(probs[i]);
-  free(s), free(mean), free(k), free(v), free(own_offset), free(own_len), free(len);
+  free(s), free(mean), free(k), free(v), free(own_offset), free(own_len), free(len), free(from), free(offset);
   drop(&p);
 }
 

@@ -130,6 +130,24 @@ def test_forks_of_one_text_beside_a_sequence(monkeypatch):
         assert relative(batch.step([3, 4])[1], alone(net, twins[2], 4)) < 1e-4
 
 
+@pytest.mark.parametrize("options", [dict(budget=4096), dict(budget=40, recall=True), dict(budget=4096, kv="int8")])
+def test_rows_about_one_text_have_one_prefix(options):
+    """`decode` reads a text's slots once for its rows, with another sequence between them."""
+    net = shared()
+    with kvevict.evicting(net, "take+edie", **options):
+        pools, batch = Pools(find_decoder(net), 8192), Batch(net)
+        text = read(net, pools, 100, 1)
+        for row, cache in enumerate([text.fork(), read(net, pools, 20, 2), text.fork()]):
+            if row != 1:
+                net(ids(1, 7, row), past_key_values=cache)
+            batch.add(row, cache)
+        batch.step([5, 6, 7])
+    for layer in batch.cache.layers:
+        prefix = layer.storage.prefix
+        assert torch.equal(prefix.offset[0], prefix.offset[2])
+        assert prefix.counts[:, 0].tolist() == prefix.len[:, 0].tolist() == [100, 0, 100]
+
+
 def test_a_full_pool_is_no_obstacle():
     """Slots that do not fit lie in other buffers, and are copied when they join."""
     net = shared()

@@ -2,8 +2,8 @@ import pytest
 import ref
 import torch
 from helpers import FP32, OUT, call, close, guarded, opcheck, same_bits, same_for_threads
-from op_cases.decode import PREFIX, SLOTS, check, forked, prepared, step
-from problems import DTYPES, NAN, copied, fuzz, matrix, of_matrix, problem, refuses
+from op_cases.decode import PREFIX, SLOTS, check, forked, prepared, sharing, step
+from problems import DTYPES, NAN, copied, fuzz, i32, matrix, of_matrix, problem, refuses
 
 from kvevict.ops import _ops as ops
 
@@ -66,6 +66,26 @@ def test_many_share_a_prefix(dtype):
     found, wanted = call(ops.decode, copied(p, *SLOTS) | shared), call(ref.decode, p | PREFIX)
     for got, want, tolerance in zip(found, wanted, (OUT[dtype], FP32, 2 * FP32)):
         close(got, want, tolerance, least=1.0)
+
+
+TEXTS = [0, 1, 0, 0, 2, 1, 0, 3, 0]  # of each batch row
+PREFIXES = i32([[1300, 64], [63, 600], [0, 1], [129, 0]])  # [text, h] slots
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("G, D", [(1, 64), (3, 64), (4, 128), (7, 40), (17, 16)])
+def test_rows_share_prefixes(G, D, dtype):
+    """The rows of a text get the bits that they get when each has a prefix of its own."""
+    own = torch.arange(2 * len(TEXTS)).view(-1, 2).int() * 29
+    p = step(2, B=len(TEXTS), G=G, D=D, lens=PREFIXES[TEXTS] + own, dtype=dtype, sinks=G > 1, softcap=float(G == 3))
+    whole, apart, shared = sharing(p, TEXTS, PREFIXES)
+    (out, lse, probs), wanted = (call(ops.decode, copied(x, *SLOTS)) for x in (shared, apart))
+    assert same_bits(out, wanted[0]) and same_bits(lse, wanted[1]) and same_bits(probs, wanted[2])
+    for got, want, tolerance in zip((out, lse, probs), call(ref.decode, whole), (OUT[dtype], FP32, 2 * FP32)):
+        close(got, want, tolerance, least=1.0)
+    shared["columns"] = 0
+    assert same_for_threads(lambda: call(ops.decode, copied(shared, *SLOTS)))
+    assert same_bits(call(ops.decode, shared)[0], out)
 
 
 @pytest.mark.parametrize("softcap, sinks", [(0.0, True), (0.7, False), (30.0, True)])

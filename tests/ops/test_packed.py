@@ -13,7 +13,7 @@ from helpers import OUT, call, close, opcheck, same_bits, same_for_threads
 from op_cases import attend, error, kl, norm, peak, quadratic, refine, score
 from op_cases.compact import DST
 from op_cases.compact import prepared as moving
-from op_cases.decode import SLOTS, forked
+from op_cases.decode import SLOTS, forked, sharing
 from op_cases.decode import prepared as decoding
 from problems import DTYPES, INF, NAN, copied, fuzz, i32, matrix, problem
 
@@ -190,6 +190,17 @@ def test_decode(case, dtype, kinds):
 def test_decode_fuzz(seed):
     kinds = KINDS[seed % len(KINDS)]
     decoded(decoding(pack(fuzz(seed, T=1, S=1, first=0), kinds, seed, seed % 4 > 1), seed % 3 > 0), kinds)
+
+
+@cases
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_share_a_prefix(dtype, kinds):
+    """The bits of rows that each have a prefix of their own, packed around the same centre."""
+    p = pack(problem(6, B=4, G=3, Hkv=1, T=1, first=0, lens=[[700], [710], [650], [704]], dtype=dtype), kinds)
+    _, apart, shared = sharing(decoding(p), [0, 1, 0, 0], i32([[640], [700]]))
+    results, wanted = (call(ops.decode, copied(x, *SLOTS)) for x in (shared, apart))
+    assert all(same_bits(got, want) for got, want in zip(results, wanted, strict=True))
 
 
 @cases

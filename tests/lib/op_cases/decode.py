@@ -28,6 +28,21 @@ def forked(p, seed=1):
     return {**p, **prefix, "prefix_len": part, "held_offset": p["held_offset"] + part, "held_len": length - part}
 
 
+def sharing(p, texts, n):
+    """(p, p with its first slots in a prefix, the same with one prefix for all rows of a text): batch row b is about
+    text texts[b], and its first n[text, h] slots become those of the text's first row."""
+    first, n, p = [texts.index(text) for text in texts], n[texts], copied(p, *SLOTS)
+    if p["held_centre"] is not None:
+        p["held_centre"] = p["held_centre"][first]
+    for name in ("held_k", "held_v"):
+        for at, source, count in zip(*(x.flatten().tolist() for x in (p["held_offset"], p["held_offset"][first], n))):
+            p[name][at : at + count] = p[name][source : source + count]
+    prefix = dict(prefix_k=p["held_k"].clone(), prefix_v=p["held_v"].clone(), prefix_len=n)
+    prefix |= dict(prefix_k_kind=p["held_k_kind"], prefix_v_kind=p["held_v_kind"], prefix_offset=p["held_offset"])
+    apart = {**p, **prefix, "held_offset": p["held_offset"] + n, "held_len": p["held_len"] - n}
+    return p, apart, {**apart, "prefix_offset": p["held_offset"][first]}
+
+
 def step(seed, **options):
     return prepared(problem(seed, T=1, first=0, **options))
 
