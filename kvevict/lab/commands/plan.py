@@ -130,7 +130,8 @@ def _verdict(
     fits, limit = own.device <= memory, f"{_gib(memory)} GiB of {owner}"
     print(f"It {'fits' if fits else 'does not fit'} the {limit}. The unpatched model takes {_gib(plain)}.")
     most = _batches(args, chosen, shape, memory, on_cpu)
-    print(f"The largest batch of such prompts that fits is {most[args.policy]}, unpatched {most[UNPATCHED]}.")
+    if any(most.values()):
+        print(f"The largest batch of such prompts that fits is {most[args.policy]}, unpatched {most[UNPATCHED]}.")
     others: dict[str, Need] = {}
     for text, other in _settings(args, chosen.policy, on_cpu):
         if not fits or _loss(other, args) < _loss(chosen, args):
