@@ -129,7 +129,7 @@ def test_report(family, policy):
     assert set(report) == {
         "seen", "kept", "kept_share", "cache_bytes", "padded_bytes", "peak_cache_bytes", "overhead_bytes",
         "full_cache_bytes", "archive_bytes", "archive_in", "recalled", "bits", "wider_keys", "seconds", "replayed",
-        "not_recorded", "question", "stored", "reach",
+        "not_recorded", "question", "stored", "reach", "checked",
     }  # fmt: skip
     assert set(full) == {*report, "positions"}
     assert {key: full[key] for key in report} == report

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import serving  # noqa: F401  # skips without the extra
 
+from kvevict.serve import log
 from kvevict.serve.start import server_of
 
 SCRIPT = """
@@ -49,11 +50,14 @@ def test_memory_does_not_grow_with_each_length():
     assert late - early < 8, (early, late)  # MiB after 30 more lengths; 42 with PyTorch's own limits
 
 
-def test_a_memory_for_few_answers_is_told(caplog):
+def test_a_memory_for_few_answers_is_told(monkeypatch):
     """The bundled model has 4,096 bytes a token; an answer to a long prompt may have 128 + 512 + 1,024 slots."""
-    logging.getLogger("kvevict.serve").propagate = True
+    lines = []
+    monkeypatch.setattr(log, "note", lambda message, level=logging.INFO, **facts: lines.append((message, level, facts)))
     for answers, told in ((1, True), (7, True), (8, False), (40, False)):
-        caplog.clear()
+        lines.clear()
         server = server_of(memory=answers * 1664 * 4096 + 4095, budget=128)
         assert server.manager.reader.together() == min(answers, 16)
-        assert [line.facts["answers"] for line in caplog.records if "few answers" in line.message] == [answers] * told
+        assert [(level, facts["answers"]) for message, level, facts in lines if "few answers" in message] == [
+            (logging.WARNING, answers)
+        ] * told

@@ -184,9 +184,11 @@ class Prefill:
         ahead = sum(each.rows + each.appended for each in self.parts)
         going_on = (read.tokens == 0) | self._decoded(self._stored().sum(0))
         every = np.array([reach.every for reach in self.reaches], bool)
-        # Whether the layers' slots are to be views of the archive, so that they are not stored twice
+        # Whether the layers' slots are to be views of the archive, so that they are not stored twice. Slots in a pool
+        # that nothing is evicted from stay there, so that caches join without a copy.
         near = plan.run.is_near(self.arguments.device.type) and plan.run.archive_kv is None
-        forks = policy.recall and near and (bool(every.all()) or not read.evicts)
+        whole = bool(every.all()) if read.evicts else all(layer.pool is None for layer in self.layers)
+        forks = policy.recall and near and whole
         asks = policy.answered and context().asks and not self.arguments.rolls_back  # whether the answer is to choose
         for chunk in cautions.bar(self.parts, "reading", "chunk", plan.run.progress):
             if (chunk.last or policy.schedule == "prompt") and not going_on.any():
