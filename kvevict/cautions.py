@@ -124,6 +124,11 @@ def of_norms(layers: list[int]) -> None:
         )
 
 
+def refresh_seconds() -> float:
+    """Return the least seconds between two states of a progress bar: a log gets a line each half minute."""
+    return 0.1 if sys.stderr.isatty() else 30
+
+
 def bar(items: Sequence[T], what: str, unit: str, show: bool) -> Iterable[T]:
     """Return the items to iterate over, wrapped in a progress bar if `show` is true and there are at least two."""
     if not show or len(items) < 2:

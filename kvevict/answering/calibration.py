@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from tqdm import tqdm
 
 from ..asking import prompts as asking
 from ..asking.prompts import Tokenizer, rendered
+from ..cautions import refresh_seconds
 from ..models.families import context_of, device_of, find_decoder, unwrapped
 from ..models.weights import fingerprint
 from ..patch import evicting, slot_bytes
@@ -147,9 +147,8 @@ def calibrate(
             )
     answers = _Answers(model, tokenizer, max_new_tokens, chunk_size, file)
     tried = []
-    seconds = 0.1 if sys.stderr.isatty() else 30  # a log gets a line each half minute
     total = len(rows) * len(chosen)
-    with tqdm(total=total, unit="answer", disable=not progress, mininterval=seconds) as bar:
+    with tqdm(total=total, unit="answer", disable=not progress, mininterval=refresh_seconds()) as bar:
         for name, kv in candidates:
             for budget in steps:
                 setting, differing = chosen[name, kv, budget], 0

@@ -126,7 +126,7 @@ class Ahead:
 
     def _drafted(self, call: Callable, cache: EvictionCache, tokens: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """Draft tokens after `tokens` [B, 1]. Returns both, [B, n]; the cache holds neither. n is at least 2, since a
-        call with a single token is no turn."""
+        call with a single token is not a turn."""
         most, drafted, sequence = max(2, min(self.rows, self.drafts.begin(tokens))), tokens, cache.sequence
         before = sequence.columns
         try:

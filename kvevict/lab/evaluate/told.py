@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
+from ...cautions import refresh_seconds
 from .runs import FOUND, LAST, OWN
 
 WIDTH = 120  # columns of a line
@@ -48,9 +49,8 @@ class Progress(tqdm):
     says how long that took and how long the others take."""
 
     def __init__(self, shown: bool) -> None:
-        seconds = 0.1 if sys.stderr.isatty() else 30
         # delay: no bar before the total is known
-        super().__init__(desc="evaluating", unit="run", disable=not shown, mininterval=seconds, delay=1e-9)
+        super().__init__(desc="evaluating", unit="run", disable=not shown, mininterval=refresh_seconds(), delay=1e-9)
         self.start, self.first, self.measured = time.perf_counter(), 0, 0
 
     def skip(self, runs: int) -> None:
