@@ -125,7 +125,7 @@ def turns(text, counts, first=None, model=None, tokenizer=None, **options):
     return cache_of(out)
 
 
-@pytest.mark.quick(case="snapkv")
+@pytest.mark.quick(name="snapkv")
 @pytest.mark.parametrize("name", CHUNKED)
 def test_goes_on(name, tmp_path):
     """Bit by bit the slots that turns in memory give, after one stop and after two."""
