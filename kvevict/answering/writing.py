@@ -65,6 +65,15 @@ class Draw:
     def __call__(self, row: torch.Tensor) -> torch.Tensor:
         return drawn(row, self.noise, self.temperature, self.top_p)
 
+    @contextlib.contextmanager
+    def drafting(self) -> Iterator[None]:
+        """A context whose draws are repeated after it."""
+        state = self.noise.get_state()
+        try:
+            yield
+        finally:
+            self.noise.set_state(state)
+
 
 def drawn(row: torch.Tensor, noise: torch.Generator, temperature: float, top_p: float = 1.0) -> torch.Tensor:
     """Draw a token from the distribution of logits [vocabulary], on the logits' device. The Gumbel noise comes from a
@@ -111,10 +120,15 @@ class Answer:
         """Choose the next token by logits [vocabulary], and append it to the answer."""
         self.see(int(self.pick(logits)))
 
+    def ends_with(self, ids: list[int]) -> bool:
+        """Return whether the answer would end with the last of `ids`, if they came next."""
+        return self.ends([*self.ids, *ids])
+
 
 class Drafted:
-    """The `kvevict.engine.hook.ahead.Drafts` of a batch's answers: the tokens that `Sampling` chooses; of answers with
-    another `choose`, which cannot be called twice for a token, the likeliest ones."""
+    """The `kvevict.engine.hook.ahead.Drafts` of a batch's answers: the tokens that `choose` will choose, if it has the
+    context manager `drafting`, in which it can be called for tokens that it chooses again later; else the likeliest
+    tokens."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -124,21 +138,21 @@ class Drafted:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        noises = [each.choose.noise for each in self.batch.rows if isinstance(each.choose, Draw)]
-        before = [noise.get_state() for noise in noises]
-        try:
+        with contextlib.ExitStack() as drafting:
+            for each in self.batch.rows:
+                if hasattr(each.choose, "drafting"):
+                    drafting.enter_context(each.choose.drafting())
             yield
-        finally:
-            for noise, state in zip(noises, before, strict=True):
-                noise.set_state(state)
 
     def choose(self, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         rows = zip(self.batch.rows, logits, strict=True)
-        return torch.stack([each.pick(row) if isinstance(each.choose, Draw) else row.argmax() for each, row in rows])
+        return torch.stack([
+            each.choose(row) if hasattr(each.choose, "drafting") else row.argmax() for each, row in rows
+        ])  # fmt: skip
 
     def ended(self, drafted: torch.Tensor) -> bool:
         rows = zip(self.batch.rows, drafted[:, 1:].tolist(), strict=True)
-        return all(answer.ends([*answer.ids, *ids]) for answer, ids in rows)
+        return all(answer.ends_with(ids) for answer, ids in rows)
 
 
 class Unseen:

@@ -64,11 +64,11 @@ class Policy:
                    the prompt's last 16 rows choose the slots that later tokens attend to. 0: rows of the prompt choose
                    before the answer; None: 16, or 0 if layers share a choice, if rows are drafted or repeated, or if
                    the policy cannot choose slots, or evicts them, while decoding
-    recall_check   with recall=True: number of an answer's tokens that one call checks. `generate` and `kvevict.answer`
-                   write this many tokens over the chosen slots, and the call reads them over all slots, replaces the
-                   first that would be another there, and takes the later ones back. So the answer is the one of all
-                   slots, at a fraction of their traffic; the call's rows choose the slots for the next tokens. None:
-                   answers are not checked
+    recall_check   with recall=True: number of an answer's tokens that one call checks. This many tokens are written
+                   over the chosen slots, and the call reads them over all slots, replaces the first that would be
+                   another there, and takes the later ones back. So the answer is the one of all slots, at a fraction
+                   of their traffic; the call's rows choose the slots for the next tokens. None: answers are not
+                   checked
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
     heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
                    `kvevict.HEADS["ada"](floor="max")`

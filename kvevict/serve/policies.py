@@ -29,7 +29,8 @@ class Policies:
     def built(self, text: str | None = None, budget: int | float | str | None = None) -> Chosen:
         """Build the policy that `text`, NAME[:OPTION=VALUE,...], describes (None: the server's). It recalls, unless the
         text sets the option `recall` or the policy cannot recall. Its answers choose slots (`Policy.recall_after`)
-        unless the text sets `recall_slots`: clients that decode together would each read all slots for each token."""
+        unless the text sets `recall_slots` or `recall_check`: clients that decode together would each read all slots
+        for each token."""
         options = self.options
         name, own = parse_policy(text or options.policy)
         budget = options.budget if budget is None else budget
@@ -37,12 +38,10 @@ class Policies:
         policy, run = choose(name, **common | own)
         if run.archive_kv is not None:
             raise ValueError("recall_kv: here a text's slots are those that answers attend to: give kvevict serve --kv")
-        if policy.recall_check is not None:
-            raise ValueError("recall_check: the server does not check answers; leave it out")
         if "recall" not in own:
             with contextlib.suppress(ValueError):
                 policy = replace(policy, recall=True)
-        if policy.recall and policy.recall_slots is None:
+        if policy.recall and policy.recall_slots is None and policy.recall_check is None:
             policy = replace(policy, recall_after=policy.answered)
         return Chosen(self.fitted(policy, run), run)
 

@@ -85,7 +85,9 @@ class Reader:
 
     def size(self, call: Call, new: int) -> int:
         """Return the most bytes of slots that an answer of `new` tokens needs, its prompt's slots included."""
-        return self.slot * (self._widest(call.policy, len(call.whole.ids)) + new)
+        tokens, check = len(call.whole.ids), call.policy.recall_check
+        archive = 0 if check is None else tokens + new + check
+        return self.slot * (self._widest(call.policy, tokens) + new + archive)
 
     def together(self) -> int:
         """Return how many answers to prompts that fill the model's context can be written at once."""
@@ -113,7 +115,8 @@ class Reader:
             self.prefixes.put(call.keys, end, cache.recalled().first(end))
         if prompt.text is not None:
             self.shares[self._mark(call)] = shares_of(cache, *prompt.text)
-        cache.tiers.end()
+        if policy.recall_check is None:  # else the answer is checked over the slots of all tokens
+            cache.tiers.end()
         return cache, logits, plan
 
     def _known(self, call: Call) -> tuple[EvictionCache | None, int]:

@@ -27,7 +27,7 @@ class Row(Answer):
             return answer.over
 
         super().__init__(choose, ends, answer.most)
-        self.call, self.give = call, give
+        self.call, self.written, self.give = call, answer, give
 
     def pick(self, logits: torch.Tensor) -> torch.Tensor:
         try:
@@ -43,6 +43,9 @@ class Row(Answer):
             super().see(token)
         except Exception as error:
             self.fail(error)
+
+    def ends_with(self, ids: list[int]) -> bool:
+        return ids[-1] in self.written.ends
 
     def fail(self, error: Exception) -> None:
         """End the answer and its call with an error, which the client gets unless it is `Cancelled`."""

@@ -1,6 +1,8 @@
 """Chooses an answer's tokens as the sampling fields of its request ask."""
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,6 +127,17 @@ class TokenChooser:
             self._ids[0, self._length] = token
         self._length += 1
         return token
+
+    @contextlib.contextmanager
+    def drafting(self) -> Iterator[None]:
+        """A context whose tokens are chosen again after it."""
+        length, state = self._length, None if self.noise is None else self.noise.get_state()
+        try:
+            yield
+        finally:
+            self._length = length
+            if self.noise is not None:
+                self.noise.set_state(state)
 
     def likely(self, token: int) -> tuple[float, dict[int, float]] | None:
         """Return (the newest token's log-probability, {token: log-probability} of the likeliest tokens); None if the

@@ -13,7 +13,9 @@ import torch
 from torch.nn import Module
 
 from ..answering.batch import Batch
-from ..answering.writing import step
+from ..answering.writing import Drafted, step
+from ..context import within
+from ..engine.hook.ahead import Ahead
 from ..engine.hook.installed import using
 from ..engine.memory.cache import EvictionCache
 from ..engine.memory.joining import go_on
@@ -217,16 +219,21 @@ class Scheduler:
 
 
 class Group:
-    """Answers of one policy that are decoded together: a step of the model gives each of them a token."""
+    """Answers of one policy that are decoded together: a step of the model gives each of them a token. A checked answer
+    (`Policy.recall_check`) is decoded alone: another token than the drafted one would end the drafts of all."""
 
     def __init__(self, model: Module, plan: Plan) -> None:
         self.model, self.plan, self.batch = model, plan, Batch(model)
+        check = plan.policy.recall_check
+        self.ahead = None if check is None else Ahead(check, plan, Drafted(self.batch))
 
     def add(self, row: Row, cache: EvictionCache) -> bool:
         """Add an answer, and return True; or return False if it cannot share a step with the group's answers, or would
         disturb them (`Policy.recall_after`): answers that attend to the slots of all tokens must be able to continue to
         do so (`go_on`), and answers that have chosen their slots have recorded steps, which would end."""
         there, awaits = self.batch.cache, cache.tiers.awaits
+        if self.ahead is not None and self.batch.rows:
+            return False
         if there is not None and (there.tiers.awaits != awaits or (awaits and not go_on([there, cache]))):
             return False
         try:
@@ -250,7 +257,7 @@ class Group:
     def step(self) -> None:
         rows = self.batch.rows
         try:
-            with using(base_model(self.model), find_decoder(self.model), self.plan):
+            with using(base_model(self.model), find_decoder(self.model), self.plan), within(ahead=self.ahead):
                 step(self.batch)
         except Exception as error:
             for row in rows:

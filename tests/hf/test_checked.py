@@ -20,8 +20,6 @@ from kvevict.engine.memory import host
 from kvevict.engine.memory.storage import Storage
 from kvevict.models.compat import CACHE
 from kvevict.policy.building import build
-from kvevict.serve.options import Options
-from kvevict.serve.policies import Policies
 
 CHECKED = SNAPKV | dict(recall_after=None, recall_check=8, chunk_size=None)  # reads the tests' prompts in one chunk
 CHOSEN = CHECKED | dict(recall_check=None, recall_after=0)
@@ -274,5 +272,3 @@ def test_refused_calls():
         written(net, CHECKED, inputs, num_beams=2)
     with pytest.raises(ValueError, match="recall_check drafts with the model itself"):
         written(net, CHECKED, inputs, prompt_lookup_num_tokens=3)
-    with pytest.raises(ValueError, match="recall_check: the server does not check answers"):
-        Policies(Options(policy="take+edie:recall=true,recall_check=16"))

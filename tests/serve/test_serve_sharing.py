@@ -7,8 +7,11 @@ import threading
 from itertools import pairwise
 
 import pytest
+import torch
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, said, server, unpatched  # noqa: F401
+from transformers import AutoModelForCausalLM
 
+import kvevict
 from kvevict.policy.kv import KINDS
 from kvevict.serve import reading
 from kvevict.serve.call import Call
@@ -49,6 +52,22 @@ def test_one_beginning_for_questions_at_once(after):
     alone = [said(client.post("/v1/chat/completions", **body)) for body in bodies]
 
     assert [said(each) for each in client.together(bodies * 2)] == alone * 2
+
+
+@pytest.mark.parametrize("more", [
+    {}, dict(temperature=0.8, seed=4), dict(temperature=1.5, seed=5, frequency_penalty=0.5, logprobs=1, n=2),
+    dict(stop=["1"]), dict(max_tokens=1), dict(max_tokens=2),
+], ids=str)  # fmt: skip
+def test_checked_answers(more):
+    """Of questions at once, drawn or not: those of all slots, also where chosen slots give others."""
+    net, found = AutoModelForCausalLM.from_pretrained(kvevict.small_llama(), dtype=torch.float32).eval(), []
+    for given in ("recall_slots=1.0", "recall_check=5", "recall_after=0"):
+        client = Client(server(budget=24, policy=f"take+edie:recall=true,probe=4,{given}", of=net))
+        client.store()
+        bodies = [dict(prompt=f"{asks(name)}\nAnswer:", max_tokens=30) | OPENS | more for name in FACTS]
+        answers = client.together(bodies, "/v1/completions")
+        found.append([[(each["text"], each["finish_reason"]) for each in one.json()["choices"]] for one in answers])
+    assert found[0] == found[1] and (found[1] != found[2] or "max_tokens" in more)
 
 
 def test_with_slots_for_all_tokens_a_beginning_changes_nothing():
