@@ -131,13 +131,14 @@ class TokenChooser:
     @contextlib.contextmanager
     def drafting(self) -> Iterator[None]:
         """A context whose tokens are chosen again after it."""
-        length, state = self._length, None if self.noise is None else self.noise.get_state()
+        length, noise = self._length, self.noise
+        if noise is not None:
+            self.noise = torch.Generator()
+            self.noise.set_state(noise.get_state())
         try:
             yield
         finally:
-            self._length = length
-            if self.noise is not None:
-                self.noise.set_state(state)
+            self._length, self.noise = length, noise
 
     def likely(self, token: int) -> tuple[float, dict[int, float]] | None:
         """Return (the newest token's log-probability, {token: log-probability} of the likeliest tokens); None if the
