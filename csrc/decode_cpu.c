@@ -1,6 +1,6 @@
 /* One decode step on a CPU. It is limited by memory bandwidth, so each stored row is read once, in place, for all G
- * query heads of its group, and a prefix once for all batch rows that share it. The slots of a head are cut into splits
- * that do not depend on the number of threads. Pass 1 writes the new row and computes each split's softmax state; pass 2
+ * query heads of its group, and a prefix once for all batch rows that share it, or most of it. The slots of a head are
+ * cut into splits that do not depend on the number of threads. Pass 1 writes the new row and computes each split's softmax state; pass 2
  * merges the states in order and, if probs are wanted, turns the stored logits into attention weights. */
 #include <stdatomic.h>
 
@@ -11,7 +11,8 @@ enum { MANY = 64 /* the most query rows of a task: their queries and sums fit th
 /* A batch row's place in the order in which a kv head's rows are computed. */
 typedef struct {
   int32_t b;    /* the batch row */
-  int32_t rows; /* this row and the next ones, which read the same prefix together; 0: an earlier row reads it */
+  int32_t rows; /* this row and the next ones, which read slots of one prefix together; 0: an earlier row reads them */
+  int64_t shared; /* how many slots they read together, in whole blocks */
 } kv_decode_place;
 
 typedef struct {
@@ -50,26 +51,33 @@ static void kv_decode_append(const kv_decode *a, int64_t b, int64_t h, int64_t r
   a->slots.pos[row] = a->chunk.pos[b];
 }
 
-/* Returns whether batch rows x and y have the same slots of head h in the prefix. */
-static int kv_decode_same(const kv_decode *a, int64_t h, int64_t x, int64_t y) {
+/* Returns whether the slots of head h in the prefix begin with the same ones for batch rows x and y, and differ by at
+ * most a split, as those of prompts that go on differently after a text. */
+static int kv_decode_alike(const kv_decode *a, int64_t h, int64_t x, int64_t y) {
   const kv_slots *prefix = &a->prefix;
   const float *centre = a->slots.centre;
   x = x * a->Hkv + h, y = y * a->Hkv + h;
-  return prefix->offset[x] == prefix->offset[y] && prefix->len[x] == prefix->len[y] &&
+  const int64_t more = (int64_t)prefix->len[x] - prefix->len[y];
+  return prefix->offset[x] == prefix->offset[y] && more <= SPLIT && -more <= SPLIT &&
          (!centre || !memcmp(centre + x * a->D, centre + y * a->D, (size_t)a->D * sizeof *centre));
 }
 
-/* Fills the places of head h: `most` rows that share a prefix, at most, follow each other. */
+/* Fills the places of head h: `most` rows that share slots of a prefix, at most, follow each other. */
 static void kv_decode_order(const kv_decode *a, int64_t h, int64_t most, kv_decode_place *place) {
-  for (int64_t b = 0; b < a->B; b++) place[b] = (kv_decode_place){(int32_t)b, 1};
-  for (int64_t p = 0; p < a->B && a->prefix.len; p += place[p].rows)
+  for (int64_t b = 0; b < a->B; b++)
+    place[b] = (kv_decode_place){(int32_t)b, 1, kv_decode_shared(a, b * a->Hkv + h) / BLOCK * BLOCK};
+  for (int64_t p = 0; p < a->B && a->prefix.len; p += place[p].rows) {
     for (int64_t i = p + 1; i < a->B && place[p].rows < most; i++)
-      if (kv_decode_same(a, h, place[p].b, place[i].b)) {
+      if (kv_decode_alike(a, h, place[p].b, place[i].b)) {
         const int64_t to = p + place[p].rows++;
-        const int32_t b = place[i].b;
+        kv_decode_place moved = place[i];
         memmove(place + to + 1, place + to, (size_t)(i - to) * sizeof *place);
-        place[to] = (kv_decode_place){b, 0};
+        moved.rows = 0;
+        place[to] = moved;
+        place[p].shared = kv_min(place[p].shared, moved.shared);
       }
+    for (int64_t i = 1; i < place[p].rows; i++) place[p + i].shared = place[p].shared;
+  }
 }
 
 /* Computes one split of head h for the batch row at place p. Whole blocks of a prefix are computed for all rows that
@@ -78,7 +86,7 @@ static void kv_decode_task(const kv_decode_job *job, const kv_stream *x, int64_t
   const kv_decode *a = job->a;
   const kv_decode_place *place = job->place + h * a->B + p;
   const int64_t G = job->G, D = a->D, c0 = split * SPLIT, first = place->b * a->Hkv + h;
-  const int64_t shared = kv_max(c0, kv_min(c0 + SPLIT, kv_decode_shared(a, first) / BLOCK * BLOCK));
+  const int64_t shared = kv_max(c0, kv_min(c0 + SPLIT, place->shared));
   const int64_t rows = shared > c0 ? place->rows : kv_decode_slots(a, first) >= c0;
   const kv_state all = kv_state_in(job->states, h * job->splits + split, a->B * G, x->width);
   const kv_state state = kv_state_from(all, x->width, p * G);

@@ -66,6 +66,7 @@ static void share_slots(problem *p, int64_t *from, int32_t *len) {
     len[i] = (int32_t)(below(3) ? below(n + 1) : n * below(2)), from[i] = i;
     if (i < p->Hkv || len[i % p->Hkv] > n || below(3) == 0) continue;
     from[i] = i % p->Hkv, len[i] = len[from[i]];
+    if (below(2)) len[i] -= (int32_t)below(len[i] + 1);
     for (int64_t j = 0; j < len[i] * p->D; j++) {
       const int64_t to = p->slots.offset[i] * p->D + j, at = p->slots.offset[from[i]] * p->D + j;
       put(p->dtype, p->slots.k, to, get(p->dtype, p->slots.k, at));

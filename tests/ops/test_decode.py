@@ -72,13 +72,17 @@ TEXTS = [0, 1, 0, 0, 2, 1, 0, 3, 0]  # of each batch row
 PREFIXES = i32([[1300, 64], [63, 600], [0, 1], [129, 0]])  # [text, h] slots
 
 
+LESS = i32([[0, 0], [1, 9], [5, 60], [64, 1], [3, 0], [600, 0], [200, 0], [0, 0], [520, 0]])  # not in the row's prefix
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("less", [0, LESS], ids=["whole", "parts"])
 @pytest.mark.parametrize("G, D", [(1, 64), (3, 64), (4, 128), (7, 40), (17, 16)])
-def test_rows_share_prefixes(G, D, dtype):
-    """The rows of a text get the bits that they get when each has a prefix of its own."""
+def test_rows_share_prefixes(G, D, less, dtype):
+    """The rows of a text get the bits that they get when each has a prefix of its own, also of different lengths."""
     own = torch.arange(2 * len(TEXTS)).view(-1, 2).int() * 29
     p = step(2, B=len(TEXTS), G=G, D=D, lens=PREFIXES[TEXTS] + own, dtype=dtype, sinks=G > 1, softcap=float(G == 3))
-    whole, apart, shared = sharing(p, TEXTS, PREFIXES)
+    whole, apart, shared = sharing(p, TEXTS, PREFIXES, less)
     (out, lse, probs), wanted = (call(ops.decode, copied(x, *SLOTS)) for x in (shared, apart))
     assert same_bits(out, wanted[0]) and same_bits(lse, wanted[1]) and same_bits(probs, wanted[2])
     for got, want, tolerance in zip((out, lse, probs), call(ref.decode, whole), (OUT[dtype], FP32, 2 * FP32)):

@@ -28,10 +28,10 @@ def forked(p, seed=1):
     return {**p, **prefix, "prefix_len": part, "held_offset": p["held_offset"] + part, "held_len": length - part}
 
 
-def sharing(p, texts, n):
+def sharing(p, texts, n, less=0):
     """(p, p with its first slots in a prefix, the same with one prefix for all rows of a text): batch row b is about
-    text texts[b], and its first n[text, h] slots become those of the text's first row."""
-    first, n, p = [texts.index(text) for text in texts], n[texts], copied(p, *SLOTS)
+    text texts[b], and its first n[text, h] - less[b, h] slots become those of the text's first row."""
+    first, n, p = [texts.index(text) for text in texts], (n[texts] - less).clamp_min(0), copied(p, *SLOTS)
     if p["held_centre"] is not None:
         p["held_centre"] = p["held_centre"][first]
     for name in ("held_k", "held_v"):
