@@ -5,7 +5,8 @@
  * rows. When their lse is known it goes over the logits again, in the tiles of rows that observe.h has: no product
  * Q K^T is made twice. Each tile of rows has totals of its own, and these are added in ascending order of rows after a
  * wave of ranges, so sums have the order of observe.h for any number of threads. Where scratch would be more than
- * SCRATCH, or attend cuts columns, the two ops run one after the other. */
+ * SCRATCH, attend cuts columns, or tile registers multiply (amx.h) and there is no span, the two ops run one after the
+ * other. */
 #ifndef KVEVICT_FUSED_H
 #define KVEVICT_FUSED_H
 #include "attend.h"
@@ -149,15 +150,16 @@ static void kv_fused_add_body(void *ctx, int64_t begin, int64_t end) {
   }
 }
 
-/* Decides how the steps are cut into ranges and these into waves. Returns whether scratch suffices and attend has all
- * logits of the observing rows; if not, the two ops have to run one after the other. Results do not depend on the
- * cut. */
+/* Decides how the steps are cut into ranges and these into waves. Returns whether keeping logits is worth it: scratch
+ * suffices, attend has all logits of the observing rows, and tile registers do not make them faster than they are read;
+ * if not, the two ops have to run one after the other. Results do not depend on the cut. */
 static int kv_fused_cut(kv_fused *x) {
   const kv_attend *a = x->a;
   const kv_observers *o = x->observe.a;
   const int64_t heads = a->B * a->Hkv, G = heads ? a->H / a->Hkv : 1;
   kv_attend_job job = {.a = a};
   if (heads == 0 || o->R == 0) return 0;
+  if (x->span < 0 && kv_attend_head_of(a, 0).query.amx) return 0; /* a product costs less there than keeping logits */
   kv_attend_cut(&job, heads, a->T * G);
   if (job.span || (x->span >= 0 && (o->R <= SHORT || o->R * G <= FEW))) return 0;
   for (int64_t b = 0; b < a->B; b++)

@@ -137,7 +137,7 @@ def attend_score(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`attend` whose last rows observe, as (out, lse, score): out and lse are those of `attend` with causal rows, and
     score is that of `score` for the last `observers` rows of q, R of them, with their lse; all with the same bits. On a
-    CPU the logits are made once.
+    CPU the logits are made once, unless tile registers multiply bf16.
 
     row_first, stop, causal, weight, term, reduce, group and columns are those of `score`. span: the observers' softmax
     spans the head's first `span` stored slots and the new columns that a row sees in `attend` (KVzip, section 3.2),

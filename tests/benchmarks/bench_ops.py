@@ -228,11 +228,11 @@ def bench_window(H, Hkv, D, stored, new, dtype):
         o = out[:, -rows:]
         return ops.error(**window, v=v, o=o, kind=kind, alpha=0.1, columns=stored + new)
 
-    def attend_error():
-        more = {"row_first": zero, "stop": stop, "scale": scale, "observers": rows, "columns": stored + new}
-        return ops.attend_error(q, held, k, v, zero, kind="edie", alpha=0.1, **more)
-
+    more = {"row_first": zero, "stop": stop, "scale": scale, "observers": rows}
+    attend_error = partial(ops.attend_error, q, held, k, v, zero, kind="edie", alpha=0.1, columns=stored + new, **more)
+    attend_peak = partial(ops.attend_peak, q, held, k, v, zero, causal=True, lo=0 * alive, hi=alive, **more)
     close("attend_error", attend_error()[2], error("edie"), 0.0)
+    close("attend_peak", attend_peak()[2], peak(), 0.0)
     pooled = score()
     refine = partial(ops.refine, held, v, zero, stop, pooled)
 
@@ -257,6 +257,7 @@ def bench_window(H, Hkv, D, stored, new, dtype):
     name = f"{H}/{Hkv} d={D} {rows} on {stored + new} {str(dtype)[6:]}"
     kinds = [(f"{kind} {name}", lambda kind=kind: error(kind), "attend", attend) for kind in ("edie", "l1", "l2")]
     kinds.append((f"attend_error edie {name}", attend_error, "attend", attend))
+    kinds.append((f"attend_peak {name}", attend_peak, "attend", attend))
     slot_ops = [(f"refine {name}", refine, "torch", caote), (f"norm {name}", norm, "torch", torch_norm)]
     return [(f"score {name}", score, "attend", attend), (f"peak {name}", peak, "attend", attend), *kinds, *slot_ops]
 

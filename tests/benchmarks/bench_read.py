@@ -1,11 +1,12 @@
 """Peak memory and time of reading a prompt:
 
-    python tests/benchmarks/bench_read.py [--lengths 4096 16384 65536] [--runs ...]
+    python tests/benchmarks/bench_read.py [--lengths 4096 16384 65536] [--runs ...] [--cpu-time]
 
 Every run is a fresh process with a random 4-layer, hidden-512, 8/2-head fp32 Llama. A run is a policy and its options,
 e.g. "take:budget=512,chunk_size=1024", or "unpatched". Before it is timed, each policy's logits are checked against the
-unpatched model's on a short prompt that fits the budget. With --new-tokens it also times decoding that many. Prints a
-table and one JSON line.
+unpatched model's on a short prompt that fits the budget. With --new-tokens it also times decoding that many. With
+--cpu-time a run has one thread, and its processor time is taken: others use the machine. Prints a table and one JSON
+line.
 """
 
 import argparse
@@ -62,9 +63,9 @@ def resident(field="VmRSS:", process="self"):
         return next(int(line.split()[1]) for line in file if line.startswith(field)) / 1024
 
 
-def measured(read):
-    """What a call returns, its seconds, and the growth of the process's peak memory in it, in MiB: all of it, and that
-    without mapped files, looked at every 5 ms."""
+def measured(read, clock):
+    """What a call returns, its seconds by `clock`, and the growth of the process's peak memory in it, in MiB: all
+    of it, and that without mapped files, looked at every 5 ms."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak is that from here on
     before, own, done = resident(), [resident("RssAnon:")], threading.Event()
@@ -75,15 +76,15 @@ def measured(read):
 
     looks = threading.Thread(target=look)
     looks.start()
-    start = time.perf_counter()
+    start = clock()
     result = read()
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     done.set()
     looks.join()
     return result, seconds, resident("VmHWM:") - before, max(own) - own[0]
 
 
-def measure(run, length, new):
+def measure(run, length, new, clock=time.perf_counter):
     """One fresh process: read `length` tokens and decode `new` more. Memory is the growth of the peak in MiB."""
     import kvevict
 
@@ -99,7 +100,7 @@ def measure(run, length, new):
         assert error < 1e-4, f"{run}: logits differ by {error}"
     generate = dict(do_sample=False, attention_mask=torch.ones_like(ids))
     model.generate(ids[:, :64], attention_mask=generate["attention_mask"][:, :64], max_new_tokens=2)  # warm up
-    _, read, growth, own = measured(lambda: model.generate(ids, max_new_tokens=1, **generate))
+    _, read, growth, own = measured(lambda: model.generate(ids, max_new_tokens=1, **generate), clock)
     result = dict(run=run, tokens=length, read_seconds=read, growth_mib=growth, growth_without_files_mib=own)
     if name != "unpatched":
         report = kvevict.report(model)
@@ -110,16 +111,19 @@ def measure(run, length, new):
         slots = sum(n for layer in report["kept"] for row in layer for n in row)
         assert report["cache_bytes"] == 2 * 4 * 64 * slots
     if new:
-        start = time.perf_counter()
+        start = clock()
         model.generate(ids, max_new_tokens=1 + new, **generate)
-        result["decode_seconds"] = time.perf_counter() - start - read
+        result["decode_seconds"] = clock() - start - read
     return result | dict(peak_rss_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
 def main():
-    args = arguments(__doc__, lengths=[4096, 16384, 65536], runs=RUNS, new_tokens=0, one=None)
+    args = arguments(__doc__, lengths=[4096, 16384, 65536], runs=RUNS, new_tokens=0, cpu_time=False, one=None)
+    if args.cpu_time:
+        torch.set_num_threads(1)
     if args.one:  # RUN
-        print(json.dumps(measure(args.one, args.lengths[0], args.new_tokens)))
+        clock = time.thread_time if args.cpu_time else time.perf_counter
+        print(json.dumps(measure(args.one, args.lengths[0], args.new_tokens, clock)))
         return
     results = []
     head = [("read s", 8), ("of unpatched", 12), ("growth MiB", 11), ("no files", 9), ("KV MiB", 8)]
@@ -128,6 +132,7 @@ def main():
     for length in args.lengths:
         for run in args.runs:
             words = ["--one", run, "--lengths", str(length), "--new-tokens", str(args.new_tokens)]
+            words += ["--cpu-time"] * args.cpu_time
             done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True)
             if done.returncode:
                 sys.exit(f"{run} at {length} failed:\n{done.stderr}")

@@ -68,17 +68,22 @@ def turns(lines: list[Line]) -> Figure:
     return _with_legend(figure, panels)
 
 
-def _panels(count: int) -> tuple[Figure, list]:
+def made_panels(count: int, width: float = 4.6, height: float = 3.8) -> tuple[Figure, list]:
+    """Make a figure with `count` panels, of width and height in inches each, up to four beside each other."""
     from matplotlib.figure import Figure
 
-    if count > MOST:
-        raise ValueError(f"{count} panels do not fit one figure; choose by --tasks, --policies, --budgets, --mode")
     across, down = min(count, 4), math.ceil(count / 4)
-    figure = Figure(figsize=(4.6 * across, 3.8 * down + 1), layout="constrained", dpi=150)
+    figure = Figure(figsize=(width * across, height * down + 0.7), layout="constrained", dpi=140)
     panels = figure.subplots(down, across, squeeze=False).flatten().tolist()
     for spare in panels[count:]:
         spare.remove()
     return figure, panels[:count]
+
+
+def _panels(count: int) -> tuple[Figure, list]:
+    if count > MOST:
+        raise ValueError(f"{count} panels do not fit one figure; choose by --tasks, --policies, --budgets, --mode")
+    return made_panels(count)
 
 
 def _with_legend(figure: Figure, panels: list) -> Figure:

@@ -5,6 +5,7 @@ cells, run.py runs tables, write.py writes them."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -60,6 +61,11 @@ class Value:
     low: float | None = None
     high: float | None = None
     n: int = 1
+
+
+def measured(mean: float, low: float, high: float, n: int) -> Value:
+    """Return a cell's number; an interval without bounds, that of one case, is left out."""
+    return Value(mean, low, high, n) if math.isfinite(high - low) else Value(mean, n=n)
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
@@ -22,7 +21,7 @@ from ...train.lookahead.validation import recall, tau
 from ..analysis import compare
 from ..evaluate.intervals import student
 from ..evaluate.runs import policy_for
-from . import Found, Place, Table, Value
+from . import Found, Place, Table, Value, measured
 from .session import Session, kept
 
 NEW = 16  # tokens of the full cache's response
@@ -31,9 +30,8 @@ Numbers = defaultdict[Place, list[float]]  # of each cell, one per text
 
 def average(values: list[float], scale: float = 1.0) -> Value:
     """Average numbers, one per text."""
-    n, mean = len(values), scale * sum(values) / len(values)
-    half = scale * student(values) if n > 1 else math.inf
-    return Value(mean, mean - half, mean + half, n) if math.isfinite(half) else Value(mean, n=n)
+    mean, half = scale * sum(values) / len(values), scale * student(values)
+    return measured(mean, mean - half, mean + half, len(values))
 
 
 def averages(numbers: Numbers, scale: float = 1.0, notes: Iterable[str] = ()) -> Found:

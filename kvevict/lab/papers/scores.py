@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from ..evaluate import results
 from ..evaluate.intervals import of_scores, student
@@ -16,7 +16,7 @@ from ..evaluate.run import Evaluation, evaluate
 from ..evaluate.runs import FULL, RunSpec
 from ..evaluate.tasks import PERPLEXITY
 from ..evaluate.tasks.longbench import records
-from . import Found, Place, Setting, Settings, Table, Value, merged
+from . import Found, Place, Setting, Settings, Table, Value, measured, merged
 from .session import Session
 
 LONGBENCH = ("longbench",)
@@ -135,7 +135,7 @@ def scores(session: Session, table: Table) -> Found:
     if made_up := {group.tasks for group in lines if group.plan(session, ()).tasks == MADE_UP}:
         names = " and ".join({"answers": "LongBench", "ruler": "RULER"}[each] for each in sorted(made_up))
         found.notes.append(f"In place of {names} these are made-up tasks: {', '.join(MADE_UP)}.")
-    if any(_mean(each) == 0 for each in _bases(lines)):
+    if any(not any(line["score"] for line in each if line["policy"] == FULL.policy) for each in lines.values()):
         found.notes.append("The full cache itself answers none of these questions: another model or --lengths would.")
     return found
 
@@ -149,15 +149,6 @@ def _chosen(lines: list[Line], run: RunSpec, cell: Setting) -> list[Line]:
     ]  # fmt: skip
 
 
-def _bases(lines: dict[Group, list[Line]]) -> Iterator[list[Line]]:
-    for known in lines.values():
-        yield [line for line in known if line["policy"] == FULL.policy]
-
-
-def _mean(lines: list[Line]) -> float:
-    return sum(line["score"] for line in lines) / max(1, len(lines))
-
-
 def value(own: list[Line], full: list[Line], against: str) -> Value:
     """Average a cell's lines: scores in per cent, perplexities as such. `full` are the full cache's lines of the same
     cases, for what `Table.against` names."""
@@ -165,20 +156,16 @@ def value(own: list[Line], full: list[Line], against: str) -> Value:
     base = {(line["task"], line["id"], line["seed"]): line["score"] for line in full}
     apart = [line["score"] - base[line["task"], line["id"], line["seed"]] for line in own]
     ours, mean = sum(apart) / n, sum(base.values()) / n
-    half = student(apart) if n > 1 else math.inf
+    half = student(apart)
     if perplexity:
         at = math.exp(mean)
         of = (lambda x: at * (math.exp(x) - 1)) if against else (lambda x: at * math.exp(x))
-        return _rounded(of(ours), of(ours - half), of(ours + half), n)
+        return measured(of(ours), of(ours - half), of(ours + half), n)
     if against:
         scale = 100 / mean if against == "gap" and mean else 100
-        return _rounded(scale * ours, scale * (ours - half), scale * (ours + half), n)
+        return measured(scale * ours, scale * (ours - half), scale * (ours + half), n)
     share, low, high = of_scores([line["score"] for line in own])
-    return _rounded(100 * share, 100 * low, 100 * high, n)
-
-
-def _rounded(mean: float, low: float, high: float, n: int) -> Value:
-    return Value(mean, low, high, n) if math.isfinite(low) and math.isfinite(high) else Value(mean, n=n)
+    return measured(100 * share, 100 * low, 100 * high, n)
 
 
 def _title(place: Place, found: Found) -> str:
@@ -193,7 +180,7 @@ def _map(lines: list[Line]) -> dict[Place, float]:
         return line["tags"]["depth"], line["tags"]["length"]
 
     each = itertools.groupby(sorted(lines, key=where), where)
-    return {(f"{depth:g}", f"{length}"): 100 * _mean(list(some)) for (depth, length), some in each}
+    return {(f"{depth:g}", f"{length}"): 100 * fmean(line["score"] for line in some) for (depth, length), some in each}
 
 
 def size(session: Session, tables: list[Table]) -> tuple[int, int]:

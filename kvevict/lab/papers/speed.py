@@ -15,7 +15,7 @@ from ..analysis.cost import UNPATCHED, Hardware, largest_batch, plan
 from ..analysis.shape import Shape, shape_of
 from ..analysis.speed import alternate
 from ..evaluate.runs import FULL, policy_for
-from . import Found, Place, Table, Value
+from . import Found, Place, Setting, Table, Value
 from .scores import laid_out
 from .session import Session, kept
 
@@ -93,16 +93,18 @@ def _metrics(row: dict, prompt: int, batch: int, new: int) -> dict[str, float]:
 # -- computed ---------------------------------------------------------------------------------------------------------
 
 
+def _policy(cell: Setting, **options: object) -> Policy | None:
+    """Return a cell's policy, None for the full cache."""
+    if cell["policy"] == FULL.policy:
+        return None
+    return choose(cell["policy"], budget=cell["budget"], chunk_size=cell.get("chunk"), **options).policy
+
+
 def batches(session: Session, table: Table) -> Found:
     """Compute the largest batch, a power of two, of Mistral-7B in 64 GB; rows are context lengths."""
     found = Found({})
     for (row, column), cell in table.cells().items():
-        policy = (
-            None
-            if cell["policy"] == FULL.policy
-            else choose(cell["policy"], budget=cell["budget"], chunk_size=cell.get("chunk")).policy
-        )
-        if batch := largest_batch(shape("Mistral-7B"), policy, cell["length"], 64 * 10**9):
+        if batch := largest_batch(shape("Mistral-7B"), _policy(cell), cell["length"], 64 * 10**9):
             found.cells[row, column] = Value(2 ** int(math.log2(batch)))
     return found
 
@@ -134,11 +136,8 @@ def theory(session: Session, table: Table) -> Found:
     small = replace(shape("LLaMA3.2-1B"), head_weights=0)
     for (row, column), cell in table.cells().items():
         own, drafts = cell["policy"] == "oracle", cell["policy"] == "speckv"
-        policy: Policy | None = None
-        if own or drafts:
-            policy = choose("oracle", budget=cell["budget"], ids=tuple(range(32))).policy
-        elif cell["policy"] != FULL.policy:
-            policy = choose(cell["policy"], budget=cell["budget"]).policy
+        appended = Setting(policy="oracle", budget=cell["budget"])
+        policy = _policy(appended, ids=tuple(range(32))) if own or drafts else _policy(cell)
         run = plan(model, policy, cell["length"], hardware=H100, causal=False)
         work, moved = sum(run["flops"].values()), run["moved"]["linear"] + run["moved"].get("drafts", 0)
         seconds = run["seconds"] - H100.seconds(run["flops"]["scoring"], run["moved"]["scoring"])
@@ -164,8 +163,7 @@ def flops(session: Session, table: Table) -> Found:
     found, tokens = Found({}), 131072
     plain = plan(shape("LLaMA3.1-8B"), None, tokens, causal=False)["flops"]["attention"]
     for (row, column), cell in table.cells().items():
-        policy = None if cell["policy"] == FULL.policy else choose(cell["policy"], budget=cell["budget"]).policy
-        run = plan(shape("LLaMA3.1-8B"), policy, tokens, causal=False)
+        run = plan(shape("LLaMA3.1-8B"), _policy(cell), tokens, causal=False)
         numbers = {
             "attention FLOPs, %": 100 * run["flops"]["attention"] / plain, "peak GB": run["peak_bytes"] / 1e9,
             "KV and activations, GB": (run["peak_bytes"] - run["weight_bytes"]) / 1e9,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...store import files
-from ..evaluate.plot import COLOURS, MARKERS
+from ..evaluate.plot import COLOURS, MARKERS, made_panels
 from . import Found, Paper, Place, Table, Value
 from .session import Session
 from .speed import COMPUTED
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ACROSS = 4  # most panels beside each other
 IN_ORDER = r"(layer |batch )?[\d.,]+( %| tokens)?|all layers"  # labels on the x axis whose points are joined by lines
 HOLLOW = "hollow: the paper's"
 NUMBERED = 12  # most columns of a heat map whose cells have their numbers
@@ -134,7 +133,7 @@ def picture(made: Table, found: Found) -> Figure:
                      for i, labels in enumerate(_labels(made, found)))  # fmt: skip
     panels = [[column] for column in columns] if made.kind == "panels" else [columns]
     many, alone = len(panels) > 1, columns[0] if len(columns) == 1 else ""
-    figure, axes = _figure(len(panels), 3.6 if many else max(6.0, 0.45 * len(rows) + 3.5), 3.6)
+    figure, axes = made_panels(len(panels), 3.6 if many else max(6.0, 0.45 * len(rows) + 3.5), 3.6)
     marks: dict[str, Artist] = {}
     for axis, some in zip(axes, panels):
         marks |= _points(axis, made, found, _series(rows, some, made.kind == "panels"))
@@ -160,17 +159,6 @@ def _series(rows: list[str], columns: list[str], panel: bool) -> dict[str, dict[
         at, name = pair if first else pair[::-1]
         found.setdefault(name, {})[at] = row, columns[0]
     return found
-
-
-def _figure(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
-
-    across, down = min(count, ACROSS), math.ceil(count / ACROSS)
-    figure = Figure(figsize=(width * across, height * down + 0.4), layout="constrained", dpi=130)
-    axes = figure.subplots(down, across, squeeze=False).flatten().tolist()
-    for spare in axes[count:]:
-        spare.remove()
-    return figure, axes[:count]
 
 
 def _points(axis: Axes, made: Table, found: Found, series: dict[str, dict[str, Place]]) -> dict[str, Artist]:
@@ -205,7 +193,7 @@ def heat_maps(made: Table, found: Found) -> Figure:
     """Draw a heat map per panel, all on one scale."""
     values = [value for each in found.maps.values() for value in each.values()]
     least, most = min(0.0, *values), max(100.0 if max(values) > 1 else 1.0, *values)
-    figure, axes = _figure(len(found.maps), 3.0, 2.6)
+    figure, axes = made_panels(len(found.maps), 3.0, 2.6)
     for axis, (panel, each) in zip(axes, found.maps.items()):
         down, across = ([*dict.fromkeys(place[i] for place in each)] for i in (0, 1))
         shown = [[each.get((y, x), math.nan) for x in across] for y in down]
