@@ -8,7 +8,8 @@ are its likeliest. With --runs, each POLICY@BUDGET, all slots are read once and 
 the last 64 tokens of the context and the question, and chooses among all slots; the answer's tokens follow. So all
 policies read in one chunk, and it is read once; what observes under `take+edie` are the words after the context.
 --alone: runs that read the prompt anew, as policies need that score
-slots while they read. *nats* is an answer's mean negative log likelihood above that of all slots. --write: runs of
+slots while they read. --later: the same of the context alone, and the question, which nothing is evicted for, comes
+after it, as `kvevict.read` and `answer` have it. *nats* is an answer's mean negative log likelihood above that of all slots. --write: runs of
 --runs that also write an answer, which gets LongBench's score. Writes a line per item and run, skips those that OUT
 has, and prints means by kind of work with 95 % intervals (bootstrap over items). Without --model it prints OUT's, and
 draws those of `take+edie` as --picture.
@@ -91,18 +92,22 @@ class Item:
         right = (logits.argmax(1) == torch.tensor(answer)).tolist()
         return dict(same=sum(right) / len(right), first=[*right, False].index(False), new=len(right))
 
-    def chosen(self, policy, budget, alone, write):
+    def chosen(self, policy, budget, how, write):
         cache, ids = None, self.context + self.question
-        if not alone:
+        if how == "runs":
             cache, ids = self.text.fork(), self.context[-LAST:] + self.question
+        elif how == "later":
+            ids = self.context
         before = len(self.context) + len(self.question) - len(ids)
-        probes = self.said and policy.startswith("take") and self.said[0] >= before
+        probes = self.said and policy.startswith("take") and self.said[0] >= before and how != "later"
         named = observing(tuple(end - before for end in self.said)) if probes else contextlib.nullcontext()
-        chunk = {} if policy == "read-twice" else dict(chunk_size=ONE)
+        chunk = {} if policy.startswith("read-") else dict(chunk_size=ONE)
         with self.evicting(policy, budget=budget, **chunk), named:
             out = call(self.model, ids, cache)
         cache = cache_of(out)
         with kvevict.evicting(self.model, KEEP_ALL, tokenizer=False):
+            if how == "later":
+                out = call(self.model, self.question, cache)
             more = dict(score=self.score(self.write(out, cache.fork()))) if write else {}
             (logits,) = followed(self.model, out.logits, cache, [self.answer])
         return self.compared(logits, self.answer) | dict(nats=nats(logits, self.answer) - self.nats) | more
@@ -169,7 +174,7 @@ def drawn(lines, path):
 def main():
     args = arguments(
         __doc__, "out", model="", data="", dtype="bfloat16", length=4000, cases=3, most=160, task="longbench",
-        haystack="",        recall=False, runs=[""], alone=[""], write=[""], picture="",
+        haystack="",        recall=False, runs=[""], alone=[""], later=[""], write=[""], picture="",
     )  # fmt: skip
     torch.set_num_threads(1)
     out = Path(args.out)
@@ -186,8 +191,8 @@ def main():
     with out.open("a") as file:
         for case in cases:
             item = Item(model, tokenizer, case, args.most)
-            runs = [(run, run in args.alone) for run in args.runs + args.alone if run]
-            missing = [(run, alone) for run, alone in runs if (case.id, run) not in known]
+            runs = [(run, how) for how in ("runs", "alone", "later") for run in getattr(args, how) if run]
+            missing = [(run, how) for run, how in runs if (case.id, run) not in known]
 
             def note(run, line, case=case, item=item):
                 work, tokens = case.tags.get("work", args.task), len(item.context + item.question)
@@ -201,10 +206,10 @@ def main():
                 line = item.all_slots()
                 if (case.id, "all slots") not in known:
                     note("all slots", line)
-            for run, alone in missing:
+            for run, how in missing:
                 policy, _, budget = run.rpartition("@")
                 slots = float(budget) if "." in budget else int(budget)
-                note(run, item.chosen(policy, slots, alone, run in args.write))
+                note(run, item.chosen(policy, slots, how, run in args.write))
     shown(done)
 
 
