@@ -1,14 +1,17 @@
 """Long outputs under policies that evict while decoding, beside the full cache:
 
-    python tests/benchmarks/bench_long_outputs.py [--model DIR] [--haystack BOOK] [--policies tri rkv random/redraw ...]
+    python tests/benchmarks/bench_long_outputs.py OUT.jsonl [--model DIR] [--haystack BOOK] [--policies tri rkv ...]
 
 The model reads --prompt tokens of a text (default: generated, as `kvevict eval` has it) and then token by token its
-next --tokens. Prints for each policy with --budget slots the *agreement*, the share of these tokens for which the
-likeliest next token is the full cache's, and the nats a token above the full cache's, each in quarters of the output.
-Then the model writes --tokens tokens by itself, at temperature 0.8 with equal noise for all: prints the *repetition*,
-the share of them that end eight tokens that were written before. Means of --texts texts.
+next --tokens. *agreement* is the share of these tokens for which the likeliest next token is the full cache's, *nats*
+those a token above the full cache's. In the same batch the model writes --tokens tokens of its own after the prompt, at
+temperature 0.8 with equal noise for all policies: *repetition* is the share of them that end eight tokens that were
+written before. Writes a line per text and policy with --budget slots, skips policies that OUT has with this budget, and
+prints means with 95 % intervals over the --texts texts.
 """
 
+import collections
+import json
 from pathlib import Path
 
 import torch
@@ -18,23 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvevict
 from kvevict.answering.writing import drawn
 from kvevict.lab.evaluate.haystack import haystack
+from kvevict.lab.evaluate.intervals import student
 from kvevict.lab.evaluate.tasks import TaskSettings
 from kvevict.models.compat import CACHE, cache_of
 
 FULL, POLICIES = "full cache", ["tri", "rkv", "random/redraw", "h2o", "tova", "streaming", "snapkv:decode=true"]
 SPAN = 8  # tokens of a repeated span
 TEMPERATURE = 0.8
-
-
-def steps(model, ids, more, choose):
-    """Logits before each of `more` tokens, of which choose(number, logits) is the next."""
-    out = model(ids, use_cache=True, logits_to_keep=1)
-    cache, found, written = cache_of(out), [], []
-    for number in range(more):
-        found.append(out.logits[0, -1].float())
-        written.append(choose(number, found[-1]))
-        out = model(torch.tensor([[written[-1]]]), **{CACHE: cache}, use_cache=True)
-    return torch.stack(found), written
 
 
 def repetition(ids):
@@ -46,43 +39,74 @@ def repetition(ids):
     return again / max(1, len(ids) - SPAN + 1)
 
 
-def measured(model, ids, prompt, tokens, text):
-    """(logits along the text [tokens, vocabulary], repetition of the model's own output)."""
-    following = ids[0, prompt : prompt + tokens].tolist()
-    logits, _ = steps(model, ids[:, :prompt], tokens, lambda number, row: following[number])
-    noise = torch.Generator().manual_seed(text)
-    _, own = steps(model, ids[:, :prompt], tokens, lambda number, row: int(drawn(row, noise, TEMPERATURE)))
-    return logits, repetition(own)
+def measured(model, ids, prompt):
+    """([texts, tokens] likeliest tokens along the texts, nats of the texts' own tokens, repetition of what the model
+    writes) of ids [texts, prompt + tokens]."""
+    texts, (likeliest, nats, own) = len(ids), ([], [], [])
+    noise = [torch.Generator().manual_seed(text) for text in range(texts)]
+    out = model(ids[:, :prompt].repeat(2, 1), use_cache=True, logits_to_keep=1)
+    cache = cache_of(out)
+    for following in ids[:, prompt:].T:
+        logits = out.logits[:, -1].float()
+        likeliest.append(logits[:texts].argmax(1))
+        nats.append(-logits[:texts].log_softmax(1).gather(1, following[:, None])[:, 0])
+        own.append(torch.stack([drawn(row, each, TEMPERATURE) for row, each in zip(logits[texts:], noise)]))
+        out = model(torch.cat([following, own[-1]])[:, None], **{CACHE: cache}, use_cache=True)
+    repeats = [repetition(row) for row in torch.stack(own, 1).tolist()]
+    return torch.stack(likeliest, 1), torch.stack(nats, 1), repeats
+
+
+def shown(lines):
+    groups = collections.defaultdict(list)
+    for line in lines:
+        groups[line["policy"], line["budget"]].append(line)
+    for (policy, budget), own in groups.items():
+        text = f"{policy:20} {budget:5} n {len(own)}"
+        for name in ("agreement", "nats", "repetition"):
+            values = [line[name] for line in own]
+            text += f"  {name} {sum(values) / len(values):.3f} ±{student(values):.3f}"
+        quarters = [sum(each) / len(own) for each in zip(*(line["quarters"] for line in own))]
+        print(text + "  by quarter " + " ".join(f"{each:.3f}" for each in quarters))
 
 
 @torch.no_grad()
 def main():
-    args = arguments(
-        __doc__, model="", haystack="", policies=POLICIES, budget=128, prompt=256, tokens=1600, texts=2, dtype="float32"
-    )
-    folder = args.model or kvevict.small_llama()
+    given = dict(model="", haystack="", policies=POLICIES, budget=128, prompt=256, tokens=1600, texts=2)
+    args = arguments(__doc__, "out", **given, dtype="float32")
+    torch.set_num_threads(1)
+    out, folder = Path(args.out), args.model or kvevict.small_llama()
+    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    known = {(line["policy"], line["budget"]) for line in done}
+    missing = [name for name in args.policies if (name, args.budget) not in known]
+    if not missing:
+        return shown(done)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval()
-    tokenizer, found = AutoTokenizer.from_pretrained(folder), {}
-    length = args.prompt + args.tokens
-    settings = TaskSettings(tokenizer, length, args.texts, haystack=Path(args.haystack) if args.haystack else None)
+    tokenizer, length = AutoTokenizer.from_pretrained(folder), args.prompt + args.tokens
+    books = Path(args.haystack) if args.haystack else None
+    settings = TaskSettings(tokenizer, length, args.texts, haystack=books)
+    ids = []
     for text in range(args.texts):
-        passage = haystack(settings).passage(settings.rng("long", text), length + 64, settings)
-        ids = tokenizer(passage, return_tensors="pt").input_ids[:, :length]
-        assert ids.shape[1] == length
-        full, again = measured(model, ids, args.prompt, args.tokens, text)
-        right = full.log_softmax(1).gather(1, ids[0, args.prompt :, None])
-        found.setdefault(FULL, []).append((torch.ones(4), -right.view(4, -1).mean(1), again))
-        for name in args.policies:
-            with kvevict.evicting(model, name, budget=args.budget, tokenizer=tokenizer):
-                logits, again = measured(model, ids, args.prompt, args.tokens, text)
-            same = (logits.argmax(1) == full.argmax(1)).float().view(4, -1).mean(1)
-            above = (right - logits.log_softmax(1).gather(1, ids[0, args.prompt :, None])).view(4, -1).mean(1)
-            found.setdefault(name, []).append((same, above, again))
-    print(f"{'':20} agreement by quarter, mean        nats above by quarter, mean        repetition")
-    for name, rows in found.items():
-        same, above = (torch.stack([row[at] for row in rows]).mean(0) for at in (0, 1))
-        quarters = [" ".join(f"{each:6.3f}" for each in (*part.tolist(), part.mean())) for part in (same, above)]
-        print(f"{name:20} {quarters[0]}  {quarters[1]}  {sum(row[2] for row in rows) / len(rows):.3f}", flush=True)
+        passage = haystack(settings).passage(settings.rng("long", text), length + length // 4, settings)
+        ids.append(tokenizer(passage, return_tensors="pt").input_ids[0, :length])
+    ids = torch.stack(ids)
+    full, right, again = measured(model, ids, args.prompt)
+
+    def note(policy, budget, likeliest, nats, repeats):
+        same, above = (likeliest == full).float(), (nats - right).mean(1)
+        with out.open("a") as file:
+            for text in range(args.texts):
+                quarters = same[text].view(4, -1).mean(1).tolist()
+                line = dict(policy=policy, budget=budget, text=text, agreement=float(same[text].mean()))
+                line |= dict(quarters=quarters, nats=float(above[text]), repetition=repeats[text])
+                print(json.dumps(line), file=file)
+                done.append(line)
+
+    if (FULL, 0) not in known:
+        note(FULL, 0, full, right, again)
+    for name in missing:
+        with kvevict.evicting(model, name, budget=args.budget, tokenizer=tokenizer):
+            note(name, args.budget, *measured(model, ids, args.prompt))
+    shown(done)
 
 
 if __name__ == "__main__":
