@@ -51,7 +51,7 @@ class Generation:
 
         begun = self.scheduler.submit(
             self._begin, call, answers, give, call=call, rows=len(answers),
-            size=len(answers) * self.reader.size(call, answers[0].most),
+            size=lambda: len(answers) * self.reader.size(call, answers[0].most),
         )  # fmt: skip
 
         def failed(done: Future) -> None:

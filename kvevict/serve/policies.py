@@ -28,9 +28,7 @@ class Policies:
 
     def built(self, text: str | None = None, budget: int | float | str | None = None) -> Chosen:
         """Build the policy that `text`, NAME[:OPTION=VALUE,...], describes (None: the server's). It recalls, unless the
-        text sets the option `recall` or the policy cannot recall. Its answers choose slots (`Policy.recall_after`)
-        unless the text sets `recall_slots` or `recall_check`: clients that decode together would each read all slots
-        for each token."""
+        text sets the option `recall` or the policy cannot recall."""
         options = self.options
         name, own = parse_policy(text or options.policy)
         budget = options.budget if budget is None else budget
@@ -41,8 +39,6 @@ class Policies:
         if "recall" not in own:
             with contextlib.suppress(ValueError):
                 policy = replace(policy, recall=True)
-        if policy.recall and policy.recall_slots is None and policy.recall_check is None:
-            policy = replace(policy, recall_after=policy.answered)
         return Chosen(self.fitted(policy, run), run)
 
     def of(self, asked: Json, opens_text: bool, prefix: str = "kvevict.") -> Policy:

@@ -97,7 +97,7 @@ def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
 
 class Prefixes:
     """The stored caches of prefixes, by their keys. Only the thread that owns the model may use this object, except
-    `knows`, `has_file` and `file_bytes`, which any thread may.
+    `knows`, `longest`, `has_file` and `file_bytes`, which any thread may.
 
     folder  folder of the files; None: caches are stored in memory alone
     memory  most bytes of the caches in memory; caches whose slots lie in files do not count
@@ -130,6 +130,10 @@ class Prefixes:
     def knows(self, key: str) -> bool:
         """Return whether a prefix is in memory, by itself or within the cache of a longer prefix."""
         return key in self._live or key in self._inside
+
+    def longest(self, keys: dict[int, str]) -> int:
+        """Return the number of tokens of a prompt's longest prefix in memory; keys: {end: key}, ends ascending."""
+        return next((end for end in reversed(keys) if self.knows(keys[end])), 0)
 
     def tell(self, key: str, size: int) -> None:
         """Log a warning if the slots of a stored text, `size` bytes, fit neither in memory nor on disk."""

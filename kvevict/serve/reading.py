@@ -25,6 +25,7 @@ from ..models.weights import identity
 from ..patch import evicting, slot_bytes
 from ..policy.building import Chosen
 from ..policy.policy import Policy
+from ..policy.reach import reach, sizes_of
 from ..policy.tokenizer import told
 from .call import Call
 from .errors import Refused, of_field
@@ -52,6 +53,7 @@ class Reader:
         self.context = context_of(self.config)
         plan = plan_of(self.decoder)
         self.run, self.slot = plan.run, slot_bytes(model, plan.run.kv)
+        self.sizes = sizes_of(self.decoder, plan.run.kv)
         most, memory = self._widest(plan.policy, self.context or 1 << 20) + ROOM, scheduler.memory // self.slot
         slots = 2 * (scheduler.most + 1) * most  # twice: an answer that outgrows its region is copied to another
         self.pools = Pools(self.decoder, plan.kv_heads * (min(slots, memory) + memory))
@@ -83,17 +85,27 @@ class Reader:
         slots = max(policy.slots(tokens), policy.recalling.slots(tokens))
         return min(tokens, slots + (policy.chunk_size or tokens))
 
+    def _reaches(self, policy: Policy, tokens: int) -> bool:
+        """Return whether an answer to a prompt of `tokens` tokens attends to the slots of all tokens."""
+        near = self.run.is_near(self.device.type)
+        return bool(policy.recall) and reach(policy, near, tokens, self.sizes).every
+
     def size(self, call: Call, new: int) -> int:
-        """Return the most bytes of slots that an answer of `new` tokens needs, its prompt's slots included."""
+        """Return the most bytes of slots that an answer of `new` tokens needs, its prompt's slots included. Those that
+        it shares with a stored prefix count there."""
         tokens, check = len(call.whole.ids), call.policy.recall_check
+        if self._reaches(call.policy, tokens):
+            return self.slot * (tokens - max(call.stored_tokens, self.prefixes.longest(call.keys)) + new)
         archive = 0 if check is None else tokens + new + check
         return self.slot * (self._widest(call.policy, tokens) + new + archive)
 
     def together(self) -> int:
         """Return how many answers to prompts that fill the model's context can be written at once."""
-        tokens = self.context or 1 << 20
-        size = self.slot * (self._widest(plan_of(self.decoder).policy, tokens) + min(LONG, tokens))
-        return max(1, min(self.scheduler.most, self.scheduler.memory // size))
+        tokens, policy, memory = self.context or 1 << 20, plan_of(self.decoder).policy, self.scheduler.memory
+        held = self._widest(policy, tokens)
+        if self._reaches(policy, tokens):
+            held, memory = tokens, 2 * memory  # the prompts' slots are those of stored prefixes, which have as much
+        return max(1, min(self.scheduler.most, memory // (self.slot * (held + min(LONG, tokens)))))
 
     def store(self, call: Call) -> Generator[Step, None, None]:
         """Read a call's stored text, and write its slots to disk, where they outlive this process."""

@@ -18,7 +18,7 @@ from ..context import within
 from ..engine.hook.ahead import Ahead
 from ..engine.hook.installed import using
 from ..engine.memory.cache import EvictionCache
-from ..engine.memory.joining import go_on
+from ..engine.memory.joining import go_on, one_prefix
 from ..engine.read.plan import Plan
 from ..engine.read.step import Step
 from ..models.families import base_model, find_decoder
@@ -34,7 +34,7 @@ class Turn:
     work: Callable[[], Any]  # returns the result; or, to read a prompt, a generator of each chunk's step but the last
     call: Call | None = None  # the call that the work is for; None: the work is the server's own
     rows: int = 0  # number of answers that the work starts
-    size: int = 0  # most bytes of the slots of these answers
+    size: Callable[[], int] = lambda: 0  # returns the most bytes of the slots of these answers, as of now
     result: Future = field(default_factory=Future)
     context: Context = field(default_factory=Context)  # the context variables with which the work runs
     steps: Generator[Step, None, Any] | None = None  # the generator that `work` returned; None: none yet
@@ -155,16 +155,17 @@ class Scheduler:
         if turn.call is None:
             return 0
         call = turn.call
-        known = (end for end in reversed(call.keys) if self.prefixes.knows(call.keys[end]))
-        left = len(call.whole.ids) - max(call.stored_tokens, next(known, 0))
+        left = len(call.whole.ids) - max(call.stored_tokens, self.prefixes.longest(call.keys))
         return 2 * left if call.policy.rows.repeats else left
 
     def _fits(self, turn: Turn) -> bool:
         """Return whether a turn's answers fit, in number and bytes of slots, beside those of the turns that have
         begun."""
         inside = [each for each in self._inside if each.rows]
-        rows, size = sum(each.rows for each in inside), sum(each.size for each in inside)
-        return not turn.rows or not inside or (rows + turn.rows <= self.most and size + turn.size <= self.memory)
+        if not turn.rows or not inside:
+            return True
+        rows, size = sum(each.rows for each in inside), sum(each.size() for each in inside)
+        return rows + turn.rows <= self.most and size + turn.size() <= self.memory
 
     def _go_on(self, turn: Turn) -> None:
         """Run a turn's work, or its next chunk if the work reads a prompt."""
@@ -229,12 +230,15 @@ class Group:
 
     def add(self, row: Row, cache: EvictionCache) -> bool:
         """Add an answer, and return True; or return False if it cannot share a step with the group's answers, or would
-        disturb them (`Policy.recall_after`): answers that attend to the slots of all tokens must be able to continue to
-        do so (`go_on`), and answers that have chosen their slots have recorded steps, which would end."""
+        disturb them (`Policy.recall_after`): answers that attend to the slots of all tokens until they choose must be
+        able to continue to do so (`go_on`), and answers that have chosen their slots have recorded steps, which would
+        end. Nor are answers about texts in different files added, whose slots would be copied (`one_prefix`)."""
         there, awaits = self.batch.cache, cache.tiers.awaits
         if self.ahead is not None and self.batch.rows:
             return False
-        if there is not None and (there.tiers.awaits != awaits or (awaits and not go_on([there, cache]))):
+        if there is not None and (there.tiers.awaits != awaits or not one_prefix([there, cache])):
+            return False
+        if there is not None and awaits and not go_on([there, cache]):
             return False
         try:
             self.batch.add(row, cache)

@@ -83,7 +83,7 @@ def test_a_model_without_a_chat_template():
     response = client.post(
         "/v1/completions", prompt=f"{asks('Orshan')}\nAnswer:", max_tokens=12, kvevict=dict(text="text")
     )
-    options = dict(budget=256, chunk_size=256, recall=True, recall_after=0)
+    options = dict(budget=256, chunk_size=256, recall=True)
     cache = kvevict.read(model(), client.server.tokenizer, TEXT, "take", **options)
     want = kvevict.answer(model(), client.server.tokenizer, cache, [f"{asks('Orshan')}\nAnswer:"], max_new_tokens=12)
     assert response.json()["choices"][0]["text"].strip() == want[0]

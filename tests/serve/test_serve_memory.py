@@ -51,12 +51,16 @@ def test_memory_does_not_grow_with_each_length():
 
 
 def test_a_memory_for_few_answers_is_told(monkeypatch):
-    """The bundled model has 4,096 bytes a token; an answer to a long prompt may have 128 + 512 + 1,024 slots."""
+    """The bundled model has 4,096 bytes a token. An answer to a long prompt that chooses its slots may have 128 + 512 +
+    1,024; one that attends to all 2,048 + 1,024, in twice the memory, since stored prefixes have most of them."""
     lines = []
     monkeypatch.setattr(log, "note", lambda message, level=logging.INFO, **facts: lines.append((message, level, facts)))
     for answers, told in ((1, True), (7, True), (8, False), (40, False)):
         lines.clear()
-        server = server_of(memory=answers * 1664 * 4096 + 4095, budget=128)
+        chooses = "take+edie:recall=true,recall_after=16"
+        assert server_of(memory=answers * 1536 * 4096 + 4095, budget=128).manager.reader.together() == min(answers, 16)
+        lines.clear()
+        server = server_of(memory=answers * 1664 * 4096 + 4095, budget=128, policy=chooses)
         assert server.manager.reader.together() == min(answers, 16)
         assert [(level, facts["answers"]) for message, level, facts in lines if "few answers" in message] == [
             (logging.WARNING, answers)

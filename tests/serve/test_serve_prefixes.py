@@ -50,7 +50,7 @@ def test_a_text_is_read_once(alone):
     for name in FACTS:
         response = client.chat(asks(name), **OPENS)
         assert said(response) == alone[name] and cached(response) == tokens > 500
-    options = dict(budget=256, chunk_size=256, recall=True, recall_after=0)
+    options = dict(budget=256, chunk_size=256, recall=True)
     cache = kvevict.read(model(), client.server.tokenizer, TEXT, "take", **options)
     want = kvevict.answer(model(), client.server.tokenizer, cache, list(map(asks, FACTS)), max_new_tokens=12)
     assert [each.strip() for each in alone.values()] == want
@@ -261,8 +261,9 @@ def test_a_text_that_cannot_be_deleted(tmp_path):
 
 
 def test_what_was_kept():
-    """All of a text that nobody has asked about; then the slots that the last question chose, within the budget."""
-    client = Client(server(budget=64))
+    """All of a text that nobody has asked about; then the slots that the last question chose, within the budget; all
+    where answers attend to all slots."""
+    client = Client(server(budget=64, policy="take:recall=true,recall_after=16"))
     client.store()
 
     def pieces():
@@ -274,6 +275,11 @@ def test_what_was_kept():
         assert "".join(text for text, _ in pieces()) == TEXT
         assert 0 < sum(share for _, share in pieces()) <= 64
         assert [share > 0.5 for text, share in pieces() if text == digits] == [True]
+    every = Client(server(budget=64))
+    every.store()
+    every.chat(asks("Naislet"), **OPENS)
+    found = every.ask("GET", "/v1/kvevict/texts/text/kept").json()["pieces"]
+    assert {share for _, share in found} == {1.0}
     assert client.ask("GET", "/v1/kvevict/texts/none/kept").status_code == 404
     assert "<!doctype html>" in client.ask("GET", "/").text
 

@@ -43,10 +43,10 @@ def test_a_system_prompt_that_comes_again():
     assert all(layer.counts.min() == cache.get_seq_length() for layer in cache.layers)
 
 
-@pytest.mark.parametrize("after", [0, 5, 16])
-def test_one_beginning_for_questions_at_once(after):
+@pytest.mark.parametrize("option", ["", ",recall_after=0", ",recall_after=5", ",recall_after=16"])
+def test_one_beginning_for_questions_at_once(option):
     """They are answered in one batch, each as alone, while they attend to all slots, too."""
-    client = Client(server(budget=64, policy=f"take+edie:recall=true,recall_after={after}"))
+    client = Client(server(budget=64, policy=f"take+edie:recall=true{option}"))
     client.store()
     bodies = [dict(messages=[dict(role="user", content=asks(name))], max_tokens=12, **OPENS) for name in FACTS]
     alone = [said(client.post("/v1/chat/completions", **body)) for body in bodies]
@@ -68,6 +68,43 @@ def test_checked_answers(more):
         answers = client.together(bodies, "/v1/completions")
         found.append([[(each["text"], each["finish_reason"]) for each in one.json()["choices"]] for one in answers])
     assert found[0] == found[1] and (found[1] != found[2] or "max_tokens" in more)
+
+
+def test_answers_attend_to_all_slots(tmp_path):
+    """By the rule of `kvevict.answer`, whatever the budget. Answers about texts in one memory share steps, those about
+    texts in different files do not, so that no slot of a text is copied. Of what they share with a text an answer's
+    size has nothing."""
+    for folder, groups in ((None, 1), (tmp_path, 2)):
+        client, bodies, most, shares, sizes = Client(server(folder, budget=64, chunk_size=1024)), [], [], [], []
+        for text in ("one", "two"):
+            client.store(text, f"Text {text}. {TEXT}")
+            for name in FACTS:
+                messages = [dict(role="user", content=asks(name))]
+                bodies.append(dict(messages=messages, max_tokens=12, kvevict=dict(text=text)))
+        alone = [said(client.post("/v1/chat/completions", **body)) for body in bodies]
+        scheduler = client.server.scheduler
+        step, submit = scheduler._step, scheduler.submit
+
+        def counted(scheduler=scheduler, step=step, most=most, shares=shares):
+            caches = [group.batch.cache for group in scheduler._groups if group.batch.rows]
+            most.append(len(caches))
+            held = [layer.storage for cache in caches for layer in cache.layers]
+            shares += [each.total_counts.min() > 500 and each.capacity.max() < 400 for each in held]
+            step()
+
+        def sized(*args, size=None, submit=submit, sizes=sizes, **facts):
+            if size is not None:
+                sizes.append(size)
+                facts["size"] = size
+            return submit(*args, **facts)
+
+        scheduler._step, scheduler.submit = counted, sized
+        assert [said(each) for each in client.together(bodies)] == alone
+        assert max(most) == groups and all(shares)  # the text's slots are not copied
+        assert all(0 < size() < 100 * client.server.manager.reader.slot for size in sizes)
+        whole = Client(server(budget=4096, chunk_size=1024))
+        whole.store("two", f"Text two. {TEXT}")
+        assert [said(whole.post("/v1/chat/completions", **body)) for body in bodies[3:]] == alone[3:]
 
 
 def test_with_slots_for_all_tokens_a_beginning_changes_nothing():

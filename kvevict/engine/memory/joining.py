@@ -91,9 +91,15 @@ def go_on(caches: Items[EvictionCache]) -> bool:
     answers = [each for cache in caches for each in cache.tiers.answers if each is not None]
     if any(obstacle(cache) or cache.tiers.every for cache in caches) or not all(map(answers[0].joins, answers)):
         return False
-    for layers in zip(*(cache.layers for cache in caches), strict=True):
-        buffers = {id(layer.storage.prefix.k) for layer in layers if layer.storage.prefix is not None}
-        if len(buffers) > 1 or len({layer.storage.kinds for layer in layers}) > 1:
+    layers = zip(*(cache.layers for cache in caches), strict=True)
+    return one_prefix(caches) and all(len({layer.storage.kinds for layer in each}) == 1 for each in layers)
+
+
+def one_prefix(caches: Items[EvictionCache]) -> bool:
+    """Whether the prefixes that the caches' layers have, if any, lie in the same buffers, so that `join` copies none."""
+    for layers in zip(*(cache.tiers.layers.values() for cache in caches), strict=True):
+        prefixes = [layer.storage.prefix for layer in layers]
+        if len({id(prefix.k) for prefix in prefixes if prefix is not None}) > 1:
             return False
     return True
 
