@@ -7,12 +7,11 @@ answered, and the unpatched model reads prompt and answer in one call: *same* is
 are its likeliest. With --runs, each POLICY@BUDGET, all slots are read once and write the answer; then each policy reads
 the last 64 tokens of the context and the question, and chooses among all slots; the answer's tokens follow. So all
 policies read in one chunk, and it is read once; what observes under `take+edie` are the words after the context.
---alone: runs that read the prompt anew, as policies need that score
-slots while they read. --later: the same of the context alone, and the question, which nothing is evicted for, comes
-after it, as `kvevict.read` and `answer` have it. *nats* is an answer's mean negative log likelihood above that of all slots. --write: runs of
---runs that also write an answer, which gets LongBench's score. Writes a line per item and run, skips those that OUT
-has, and prints means by kind of work with 95 % intervals (bootstrap over items). Without --model it prints OUT's, and
-draws those of `take+edie` as --picture.
+--alone: runs that read the prompt anew, as policies need that score slots while they read, and packed slots. --later:
+runs that read the context alone; all slots of the question, which comes after it, stay, as in `kvevict.answer`. *nats*
+is an answer's mean negative log likelihood above that of all slots. --write: runs that also write an answer, which gets
+LongBench's score. Writes a line per item and run, skips those that OUT has, and prints means by kind of work with 95 %
+intervals (bootstrap over items). Without --model it prints OUT's, and draws those of `take+edie` as --picture.
 """
 
 import collections

@@ -263,7 +263,7 @@ def test_a_text_that_cannot_be_deleted(tmp_path):
 def test_what_was_kept():
     """All of a text that nobody has asked about; then the slots that the last question chose, within the budget; all
     where answers attend to all slots."""
-    client = Client(server(budget=64, policy="take:recall=true,recall_after=16"))
+    client = Client(server(budget=64, policy="take:recall=true,recall_after=0"))
     client.store()
 
     def pieces():
