@@ -17,6 +17,7 @@ intervals (bootstrap over items). Without --model it prints OUT's, and draws tho
 import collections
 import contextlib
 import json
+import math
 import random
 from pathlib import Path
 
@@ -118,10 +119,11 @@ def interval(values, others=None):
 
     def of(places):
         below = sum(others[at] for at in places)
-        return sum(values[at] for at in places) / below if below else float("nan")
+        return sum(values[at] for at in places) / below if below else math.nan
 
-    drawn = sorted(of(rng.choices(range(len(values)), k=len(values))) for _ in range(2000))
-    return of(range(len(values))), drawn[50], drawn[1949]
+    drawn = sorted(filter(math.isfinite, (of(rng.choices(range(len(values)), k=len(values))) for _ in range(2000))))
+    ends = (drawn[len(drawn) // 40], drawn[-1 - len(drawn) // 40]) if drawn else (math.nan, math.nan)
+    return of(range(len(values))), *ends
 
 
 def shown(lines):
@@ -159,11 +161,14 @@ def drawn(lines, path):
             points[line["work"], float(share)].append(line["same"])
     shares = sorted({share for _, share in points})
     for at, work in enumerate(dict.fromkeys(work for work, _ in points)):
-        same = [100 * sum(own) / len(own) for share in shares if (own := points[work, share])]
-        axes.plot([*shares, 1], [*same, 100], color=COLOURS[at], marker=MARKERS[at], markersize=5, label=work)
+        own = {share: points[work, share] for share in shares if (work, share) in points}
+        same, items = [100 * sum(each) / len(each) for each in own.values()], max(map(len, own.values()))
+        style = dict(color=COLOURS[at], marker=MARKERS[at], markersize=5)
+        axes.plot([*own, 1], [*same, 100], **style, label=f"{work}, {items} items")
     axes.set_xscale("log", base=2)
     axes.set_xticks([*shares, 1], [*(f"1/{1 / share:.0f}" for share in shares), "all"])
-    axes.set(xlabel="share of the slots kept", ylabel="tokens as with all slots, %", ylim=(None, 101))
+    axes.minorticks_off()
+    axes.set(xlabel="share of the slots kept by take+edie", ylabel="tokens as with all slots, %", ylim=(None, 101))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path)
