@@ -96,7 +96,7 @@ def go_on(caches: Items[EvictionCache]) -> bool:
 
 
 def one_prefix(caches: Items[EvictionCache]) -> bool:
-    """Whether the prefixes of the caches' layers, if they have any, lie in the same buffers: then `join` copies none."""
+    """Whether the prefixes of the caches' layers, if any, lie in the same buffers, so that `join` copies none."""
     for layers in zip(*(cache.tiers.layers.values() for cache in caches), strict=True):
         prefixes = [layer.storage.prefix for layer in layers]
         if len({id(prefix.k) for prefix in prefixes if prefix is not None}) > 1:
