@@ -31,6 +31,8 @@ class Policies:
         text sets the option `recall` or the policy cannot recall."""
         options = self.options
         name, own = parse_policy(text or options.policy)
+        if any(option.startswith("recall_") for option in own):
+            own = dict(recall=True) | own
         budget = options.budget if budget is None else budget
         common: Json = dict(budget=budget, chunk_size=options.chunk_size, kv=options.kv, compiled=self.records)
         policy, run = choose(name, **common | own)

@@ -130,6 +130,13 @@ def test_policies_that_cannot_recall(caplog):
     assert [cached(ask(client, name, **more)) for name in ("Orshan", "Velmora")] == [0, 0]
 
 
+def test_options_of_recall_imply_it():
+    for option in ("recall_after=16", "recall_slots=1.0", "recall_check=8"):
+        built, named = (Client(server(policy=f"take+edie:{each}{option}")) for each in ("", "recall=true,"))
+        assert built.server.policies.built().policy == named.server.policies.built().policy
+        assert built.server.policies.built().policy.recall
+
+
 def test_an_archive_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="give kvevict serve --kv"):
         server(policy="take+edie:recall=true,recall_kv=int8")
