@@ -50,7 +50,7 @@ class Mutation(NamedTuple):
 
 SYNC = "__syncthreads();"
 MUTATIONS = [
-    Mutation("attend_score", "attend_score_cuda.cu", "min(len[i], span)", "len[i]",
+    Mutation("attend_score", "attend_score_cuda.cu", "min(len[i], span)", "min(len[i], span + (1 << 20))",
              "the observers' softmax spans all stored slots", tests="test_span and dtype1"),
     Mutation("attend_score", "attend_score_cuda.cu", "(a->attend.T - R) * x.attend.q_stride[2]",
              "0 * x.attend.q_stride[2]", "the first rows' lse for the last ones", tests="test_span and dtype1"),
@@ -58,7 +58,7 @@ MUTATIONS = [
              "one row too many attends to the span", tests="test_span and dtype1"),
     Mutation("attend_score", "attend_score_cuda.cu", "(more > bytes ? more : bytes)", "(0 * more + bytes)",
              "no scratch for the span's splits", mode="asan", tests="test_span_of_few_rows"),
-    Mutation("attend_score", "kvevict.h", "a->q + before * a->q_stride[2] * size", "a->q",
+    Mutation("attend_score", "kvevict.h", "before * a->q_stride[2] * size", "0 * before * a->q_stride[2] * size",
              "the first rows observe", tests="test_span and dtype1"),
     Mutation("attend_error", "kvevict.h", "(a->T - x->rows.R) * row * size", "0 * row * size",
              "the first rows' outputs for the last ones", tests="test_matches and dtype1", of="attend_score"),
