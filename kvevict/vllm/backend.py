@@ -30,7 +30,7 @@ from .copies import OF_CONFIG
 from .options import VllmOptions, copies_questions, options_of
 from .questions import NONE, Copies
 from .shape import StateShape
-from .state import Ending, States, last_of
+from .state import Singles, States
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +99,10 @@ def backend_of(options: VllmOptions, max_tokens: int) -> type[Backend]:
 
 @dataclass
 class Metadata(AttentionMetadata):
-    """The rows of a step: first n requests with one row each (decoded tokens), then requests with any number of rows
-    (parts of a prompt)."""
+    """The rows of a step: first those of requests with one row each (decoded tokens), then those of requests with any
+    number of rows (parts of a prompt)."""
 
-    blocks: Tensor  # int64 [n] blocks of the first n requests
-    tokens: Tensor  # int64 [n] number of tokens that each of these requests has read before this step
-    positions: Tensor  # int32 [n, 1] the same without copies of a question
-    last: list[Ending]  # result of `last_of` for these requests
+    singles: Singles | None  # the first n requests; None: there are none
     # of each other request: rows in the step, block, tokens read before this step, copies of its question
     spans: list[tuple[slice, int, int, Copies]]
 
@@ -129,19 +126,15 @@ class Builder(AttentionMetadataBuilder):
         common, tokens, spans, of = common_attn_metadata, [], [], self.copies
         starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
         ends = (common.seq_lens.cpu() if lengths is None else lengths).tolist()
-        blocks = common.block_table_tensor[: common.num_reqs, 0].long()
-        listed = blocks.tolist()
-        for r, block in enumerate(listed):
+        blocks = common.block_table_tensor[: common.num_reqs, 0].tolist()
+        for r, block in enumerate(blocks):
             before = ends[r] - (starts[r + 1] - starts[r])
             if before == ends[r] - 1 and before > 0 and not spans:
                 tokens.append(before)
             elif before < ends[r]:
                 spans.append((slice(starts[r], starts[r + 1]), block, before, of.get(r, NONE)))
-        last = last_of(self.options, listed, tokens, of)
-        read = torch.tensor(tokens, dtype=torch.int64, device=self.device)
-        copied = [of.get(r, NONE).before(each, self.options.period) for r, each in enumerate(tokens)]
-        positions = (read - torch.tensor(copied, dtype=torch.int64, device=self.device))[:, None].to(torch.int32)
-        return Metadata(blocks[: len(tokens)], read, positions, last, spans)
+        blocks = blocks[: len(tokens)]
+        return Metadata(Singles.of(self.options, self.device, blocks, tokens, of) if tokens else None, spans)
 
 
 class Impl(AttentionImpl):
@@ -182,12 +175,11 @@ class Impl(AttentionImpl):
     ) -> Tensor:  # fmt: skip
         if attn_metadata is None or kv_cache.numel() == 0:  # vLLM runs the model without a cache to measure memory
             return output.zero_()
-        states, step, n = self._states(layer, kv_cache), attn_metadata, len(attn_metadata.tokens)
-        if n:
-            output[:n] = states.decode(
-                query[:n], key[:n], value[:n], step.blocks, step.tokens, step.positions, step.last
-            )
-        for rows, block, tokens, copies in step.spans:
+        states, singles = self._states(layer, kv_cache), attn_metadata.singles
+        if singles is not None:
+            n = len(singles.blocks)
+            output[:n] = states.decode(query[:n], key[:n], value[:n], singles)
+        for rows, block, tokens, copies in attn_metadata.spans:
             output[rows] = states.read(query[rows], key[rows], value[rows], block, tokens, copies)
         return output
 

@@ -39,17 +39,17 @@ class VllmOptions:
     group: int
     kv: str = "model"
 
-    @property
+    @functools.cached_property
     def window(self) -> int:
         """The number of a period's last tokens whose queries observe, that is, score the slots."""
         return 0 if self.sums else self.policy.rows.most or 0
 
-    @property
+    @functools.cached_property
     def sums(self) -> bool:
         """Whether a slot is scored by the sum of the attention weights of all rows so far, which the state keeps."""
         return sums_attention(self.policy)
 
-    @property
+    @functools.cached_property
     def slots(self) -> int:
         """The mean number of slots per kv head after an eviction."""
         return self.policy.slots(0)

@@ -6,6 +6,7 @@ eviction, the key centre of each head if keys are packed, the sum of each slot's
 by it, and the last queries of the other heads.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -25,28 +26,31 @@ class StateShape:
     options: VllmOptions
 
     heads = property(lambda self: self.kv_heads * self.options.group)
-    rows = property(lambda self: self.kv_heads * (self.options.slots + self.options.period))
     kinds = property(lambda self: kv.KINDS[self.options.kv])
     packs = property(lambda self: self.kinds[0] != kv.MODEL)  # keys have a centre
 
-    @property
+    @functools.cached_property
+    def rows(self) -> int:
+        return self.kv_heads * (self.options.slots + self.options.period)
+
+    @functools.cached_property
     def row_bytes(self) -> tuple[int, int]:
         """The bytes of a row of keys and of a row of values."""
         key, value = (kv.row_bytes(kind, self.dim, self.dtype.itemsize) for kind in self.kinds)
         return key, value
 
-    @property
+    @functools.cached_property
     def numbers(self) -> int:
         """The bytes of the positions, slot counts, key centres and attention sums, which are int32 and float32."""
         sums = self.options.sums * self.rows
         return 4 * (self.rows + self.kv_heads + self.packs * self.kv_heads * self.dim + sums)
 
-    @property
+    @functools.cached_property
     def query_bytes(self) -> int:
         """The bytes of one query head's last queries."""
         return self.options.window * self.dim * self.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def near_keys(self) -> int:
         """The number of query heads whose last queries lie in the first plane, chosen so that both planes are about
         equally full."""
@@ -54,7 +58,7 @@ class StateShape:
         more = self.rows * (value - key) + self.numbers  # bytes of the second plane beyond those of the first
         return min(self.heads, max(0, -(-(self.heads * self.query_bytes + more) // (2 * max(self.query_bytes, 1)))))
 
-    @property
+    @functools.cached_property
     def plane_bytes(self) -> int:
         """The bytes of a plane, a multiple of both rows' bytes, so that the first row of every block has an index."""
         key, value = self.row_bytes

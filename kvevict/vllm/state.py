@@ -37,6 +37,33 @@ class Ending(NamedTuple):
     copies: Copies = NONE
 
 
+class Singles(NamedTuple):
+    """Those n requests of a step that have one row in it. All layers read them, so what they share is computed once."""
+
+    blocks: Tensor  # int64 [n] blocks of the requests
+    tokens: Tensor  # int64 [n] number of tokens that each request has read before this step
+    since: Tensor  # int32 [n, 1] number of these tokens since the last whole period
+    periods: tuple  # each request's (block, number of whole periods)
+    last: list[Ending]  # those of the rows that observe in their period or end it
+
+    @classmethod
+    def of(
+        cls, options: VllmOptions, device: torch.device | str, blocks: list[int], tokens: list[int],
+        copies: dict[int, Copies],
+    ) -> "Singles":  # fmt: skip
+        """Describe requests by their blocks and the tokens that they have read. copies: by the request's index, of
+        those that have any."""
+        period, both = options.period, list(zip(blocks, tokens, strict=True))
+        last = [
+            Ending(r, block, before, copies.get(r, NONE))
+            for r, (block, before) in enumerate(both)
+            if options.place(before) >= 0 or options.ends(before + 1)
+        ]
+        since = _ops.upload([[before % period] for before in tokens], device, torch.int32)
+        periods = tuple((block, before // period) for block, before in both)
+        return cls(_ops.upload(blocks, device), _ops.upload(tokens, device), since, periods, last)
+
+
 class States:
     """Views of the states of all blocks in one layer."""
 
@@ -69,6 +96,8 @@ class States:
         self.device = cache.device
         self.none = torch.zeros(1, dtype=torch.int32, device=self.device)  # argument `first` of ops: no padding
         self.no_positions = torch.zeros(len(self.k), dtype=torch.int32, device=self.device)
+        # (`Singles.periods`, first rows, kept slots) of the last step's requests; None after an eviction
+        self._split: tuple[tuple, Tensor, Tensor] | None = None
 
     def _widths(self) -> list[int]:
         return [
@@ -81,25 +110,41 @@ class States:
         key, value = (block * (self.shape.plane_bytes // row) for row in self.shape.row_bytes)
         return key, value
 
-    def slots(self, blocks: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(first row in the block, int64; number of slots, int32) [n, Hkv] of each head of n requests. blocks [n]: the
-        requests' blocks; tokens [n]: the numbers of tokens that they have read."""
-        period = self.options.period
-        # Before a request's first cut `kept` still has the counts of an earlier request in the same block
-        kept = torch.where(tokens[:, None] < period, 0, self.kept[blocks])
-        return _starts(kept, period), kept + (tokens % period)[:, None].to(torch.int32)
+    def slots(self, step: Singles) -> tuple[Tensor, Tensor]:
+        """(first row in the block, int64; number of slots, int32) [n, Hkv] of each head of a step's requests."""
+        if self._split is None or self._split[0] != step.periods:
+            period = self.options.period
+            # Before a request's first cut `kept` still has the counts of an earlier request in the same block
+            kept = torch.where(step.tokens[:, None] < period, 0, self.kept[step.blocks])
+            ends = (kept.long() + period).cumsum(1)
+            self._split = step.periods, ends - kept - period, kept
+        _, start, kept = self._split
+        return start, kept + step.since
 
-    def stored(self, block: int, tokens: int) -> Stored:
+    def stored(self, block: int, tokens: int, copies: Copies = NONE) -> Stored:
         """The slots of the request in `block`, which has read `tokens` tokens. Their rows are counted from the block's
         first row."""
-        start, length = self.slots(*torch.tensor([[block], [tokens]], device=self.device))
-        at = self.first_rows(block)
-        k, v = (x[first : first + self.shape.rows] for x, first in zip((self.k, self.v), at, strict=True))
+        end = tokens - copies.before(tokens, self.options.period)
+        return self._stored(block, tokens, tokens % self.options.period, end)
+
+    def _stored(self, block: int, tokens: int, since: int, end: int) -> Stored:
+        """The slots that a request with `tokens` tokens kept at its last eviction, and the `since` ones after them, the
+        last of which has the position end - 1."""
+        period, heads = self.options.period, self.shape.kv_heads
+        kept = self.kept[block].cpu().numpy() if tokens >= period else np.zeros(heads, np.int32)
+        starts = np.cumsum(kept + period) - kept - period
+        if since:  # `decode` stores no positions
+            new = torch.arange(since, device=self.device)
+            at = _ops.upload(starts + kept, self.device)[:, None] + new
+            self.positions[block][at] = (new + (end - since)).to(torch.int32)
+        first = self.first_rows(block)
+        k, v = (x[at : at + self.shape.rows] for x, at in zip((self.k, self.v), first, strict=True))
         centre = None if self.centres is None else self.centres[block : block + 1]
-        counts, starts = length.cpu().numpy(), start.cpu().numpy()
+        counts, starts = (kept + since)[None], starts[None]
+        length = _ops.upload(counts, self.device, torch.int32)
         return Stored(
-            k, v, self.positions[block], start, length, centre, *self.shape.kinds, counts=counts, starts=starts,
-            like=self.like,
+            k, v, self.positions[block], _ops.upload(starts, self.device), length, centre, *self.shape.kinds,
+            counts=counts, starts=starts, like=self.like,
         )  # fmt: skip
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int, copies: Copies = NONE) -> Tensor:
@@ -118,7 +163,7 @@ class States:
     def _read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int, first: int) -> Tensor:
         if self.centres is not None and not tokens:
             self.centres[block] = k[0]
-        stored, rows = self.stored(block, tokens), len(q)
+        stored, rows = self._stored(block, tokens, tokens % self.options.period, first), len(q)
         queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
         position = torch.arange(first, first + rows, dtype=torch.int32, device=self.device)[None]
         _ops.compact(stored, keys, values, position, self.none, None, stored.len + rows, stored)
@@ -136,26 +181,22 @@ class States:
             self._watch(q[-new:], block, slice(max(place, 0), max(place, 0) + new))
         return out[0]
 
-    def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, tokens: Tensor, position: Tensor, last: list[Ending]
-    ) -> Tensor:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, step: Singles) -> Tensor:
         """Attend with one new row of each of n requests and store its key and value: q [n, H, D], k and v [n, Hkv, D]
-        -> outputs [n, H, D]; at a period's end slots are evicted. tokens [n]: the numbers of tokens read before;
-        position int32 [n, 1]: those without copies; last: result of `last_of` for these requests."""
-        start, length = self.slots(blocks, tokens)
+        -> outputs [n, H, D]; at a period's end slots are evicted."""
+        start, length = self.slots(step)
         queries, keys, values = (x.unsqueeze(2) for x in (q, k, v))
         key, value = self.shape.row_bytes
         together = [slice(None)] if key == value else [slice(i, i + 1) for i in range(len(q))]
         columns = 0 if self.sums is None else int(length.max()) + 1
         done = [
-            _ops.decode(queries[i], keys[i], values[i], position[i], held, columns=columns, **self.attention)
-            for i, held in zip(together, self._held(blocks, start, length), strict=True)
+            _ops.decode(queries[i], keys[i], values[i], step.since[i], held, columns=columns, **self.attention)
+            for i, held in zip(together, self._held(step.blocks, start, length), strict=True)
         ]
-        out = torch.cat([each[0] for each in done])
+        out = done[0][0] if len(done) == 1 else torch.cat([each[0] for each in done])
         if self.sums is not None:
-            self._add(blocks, start, length, 1, torch.cat([each[2] for each in done]))
-        self.positions[blocks[:, None], start + length] = position.expand_as(length)
-        for row, block, before, copies in last:
+            self._add(step.blocks, start, length, 1, torch.cat([each[2] for each in done]))
+        for row, block, before, copies in step.last:
             if (place := self.options.place(before)) >= 0:
                 self._watch(q[row], block, place)
             if self.options.ends(before + 1):
@@ -175,7 +216,7 @@ class States:
             at = self.first_rows(block)
             k, v = (x[first : first + self.shape.rows] for x, first in zip((self.k, self.v), at, strict=True))
             of = None if centre is None else centre[i : i + 1]
-            yield _ops.Held(k, v, self.positions[block], start[i : i + 1], length[i : i + 1], of, *kinds)
+            yield _ops.Held(k, v, self.no_positions[: len(k)], start[i : i + 1], length[i : i + 1], of, *kinds)
 
     def _numbers(self, stored: Stored, begin: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Read the keys and values [1, Hkv, count, D] of slots begin .. begin + count - 1 of each head. begin: [1,
@@ -213,10 +254,7 @@ class States:
         options, heads = self.options, self.shape.kv_heads
         copied = copies.ending(tokens, options.period)
         end = tokens - copied - copies.before(tokens - 1, options.period)  # tokens of the request without copies
-        # `slots` counts tokens since the last multiple of the period, which is `tokens` itself: so take one token less,
-        # and then add it to the counts.
-        stored = self.stored(block, tokens - 1)
-        stored.len, stored.counts = stored.len + 1 - copied, stored.counts + 1 - copied
+        stored = self._stored(block, tokens - 1, options.period - copied, end)
         slots = np.array([options.slots * heads])
         if (stored.counts.sum(1) > slots).any():
             index, kept = self._chosen(stored, block, end, slots, copied)
@@ -225,10 +263,12 @@ class States:
             index, kept = index.masked_fill(index >= stored.len[..., None], -1), stored.len
         there = index[0] >= 0
         old = (stored.offset[0, :, None] + index[0])[there]
-        new = (_starts(kept, options.period)[0, :, None] + torch.arange(index.shape[2], device=self.device))[there]
+        ends = (kept[0].long() + options.period).cumsum(0)
+        first = ends - kept[0] - options.period  # the new first row of each head in its block
+        new = (first[:, None] + torch.arange(index.shape[2], device=self.device))[there]
         for each in stored.buffers if self.sums is None else (*stored.buffers, self.sums[block]):
             each[new] = each[old]
-        self.kept[block] = kept[0]
+        self.kept[block], self._split = kept[0], None
 
     def _chosen(self, stored: Stored, block: int, tokens: int, keep: np.ndarray, copied: int) -> tuple[Tensor, Tensor]:
         """(indices [1, Hkv, K] of the slots that stay, -1 after a head's last one; their number [1, Hkv]). keep [1]:
@@ -271,23 +311,3 @@ class States:
         before = stored.len - rows
         out, lse = _ops.attend(q, stored.held(before), *self._numbers(stored, before, rows), none, **self.attention)
         return Observation((Observers(q, none, none, True, lse, out),))
-
-
-def last_of(
-    options: VllmOptions, blocks: list[int], tokens: list[int], copies: dict[int, Copies] | None = None
-) -> list[Ending]:
-    """Return those of a step's single rows that observe in their period or end it. blocks, tokens: the blocks of the
-    step's requests, and the tokens that those with a single row have read; copies: of requests that have any."""
-    # After these requests' blocks, `blocks` has those of the step's other requests
-    return [
-        Ending(r, block, before, (copies or {}).get(r, NONE))
-        for r, (block, before) in enumerate(zip(blocks, tokens, strict=False))
-        if options.place(before) >= 0 or options.ends(before + 1)
-    ]
-
-
-def _starts(kept: Tensor, period: int) -> Tensor:
-    """The first row of each head in its block, int64 [n, Hkv]. kept [n, Hkv]: the number of slots that each head kept
-    at the last eviction."""
-    ends = (kept.long() + period).cumsum(1)
-    return ends - kept - period

@@ -4,7 +4,8 @@
     python tests/benchmarks/bench_vllm_facts.py OUT.jsonl --table
 
 "plain" is vLLM, "kvevict" in vLLM with copies of the question, "blind" without them, "patch" in Transformers. All get
-the same prompts, which end with the answer's first words, and the same policy; an answer ends with its line. The
+the same prompts, which end with the answer's first words, and the same policy; an answer ends with its line. Run
+"plain" first: the others are asked what it answers right, and the table counts the questions that all were asked. The
 answers to a text's questions are appended together, and an interrupted run goes on with the next text.
 """
 
@@ -72,7 +73,7 @@ def by_patch(a, tokenizer):
     return lambda cases: [answer(*each) for each in cases]
 
 
-def measure(a, known):
+def measure(a, lines):
     from transformers import AutoTokenizer
 
     from kvevict.lab.analysis.run import encode
@@ -81,21 +82,29 @@ def measure(a, known):
 
     tokenizer = AutoTokenizer.from_pretrained(a.model)
     settings = TaskSettings(tokenizer, a.tokens, a.texts, haystack=a.haystack)
+    known = {(line["side"], line["kv"], line["text"]) for line in lines}
+    right = {line["id"] for line in lines if line["side"] == "plain" and line["right"]}
     answers = by_patch(a, tokenizer) if a.side == "patch" else by_vllm(a)
     for text, cases in itertools.groupby(TASKS.find("asked/opened")(settings), lambda case: case.tags["text"]):
         if (a.side, a.kv, text) in known:
             continue
+        if a.side != "plain":
+            if ("plain", "model", text) not in known:
+                return print(f"text {text}: run --side plain first")
+            cases = [case for case in cases if case.id in right]
+            if not cases:
+                continue
         prompts = []
         for case in cases:
             prompt = encode(tokenizer, case.context, case.question, opening=case.opening)
             prompts.append((case, prompt.context + prompt.question))
-        lines = [
+        found = [
             json.dumps(dict(side=a.side, kv=a.kv, text=text, id=case.id, tokens=len(ids), said=said,
                             right=METRICS.find(case.metric)(said, case.answers))) + "\n"
             for (case, ids), said in zip(prompts, answers(prompts), strict=True)
         ]  # fmt: skip
         with open(a.out, "a", encoding="utf-8") as file:
-            file.writelines(lines)
+            file.writelines(found)
 
 
 def table(lines):
@@ -104,12 +113,11 @@ def table(lines):
     sides = {}
     for line in lines:
         sides.setdefault((line["side"], line["kv"]), {})[line["id"]] = line["right"]
-    plain = {id for id, right in sides["plain", "model"].items() if right}
-    for (side, kv), right in sides.items():
-        mean, low, high = (100 * x for x in of_scores([*right.values()]))
-        both = [right[id] for id in plain & right.keys()]
-        print(f"{side:8} {kv:6} {sum(right.values()):3.0f} of {len(right)}, {mean:3.0f} % [{low:.0f}, {high:.0f}]; "
-              f"of plain's {sum(both):3.0f} of {len(both)}")  # fmt: skip
+    asked = set.intersection(*(set(of_side) for of_side in sides.values()))
+    for (side, kv), of_side in sides.items():
+        right = [of_side[id] for id in asked]
+        mean, low, high = (100 * x for x in of_scores(right))
+        print(f"{side:8} {kv:6} {sum(right):3.0f} of {len(right)}, {mean:3.0f} % [{low:.0f}, {high:.0f}]")
 
 
 def main():
@@ -130,7 +138,7 @@ def main():
     lines = [json.loads(line) for line in a.out.read_text("utf-8").splitlines()] if a.out.exists() else []
     if a.table:
         return table(lines)
-    measure(a, {(line["side"], line["kv"], line["text"]) for line in lines})
+    measure(a, lines)
 
 
 if __name__ == "__main__":

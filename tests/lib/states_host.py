@@ -13,7 +13,7 @@ from kvevict.policy.kv import KINDS
 from kvevict.vllm.options import VllmOptions, policy_of
 from kvevict.vllm.questions import NONE
 from kvevict.vllm.shape import StateShape
-from kvevict.vllm.state import States, last_of
+from kvevict.vllm.state import Singles, States
 
 
 class Host:
@@ -43,9 +43,8 @@ class Host:
         if any(self.stored_as):
             k, v = self.rounded(layer, k, v)
         if len(blocks) == len(q) and min(before) > 0:
-            last = last_of(self.shape.options, blocks, before, {0: self.copies})
-            position = torch.tensor([at - self.copies.before(at, CHUNK) for at in before], dtype=torch.int32)
-            return states.decode(q, k, v, torch.tensor(blocks), torch.tensor(before), position[:, None], last)[None]
+            step = Singles.of(self.shape.options, "cpu", blocks, before, {0: self.copies})
+            return states.decode(q, k, v, step)[None]
         return states.read(q, k, v, blocks[0], before[0], self.copies)[None]
 
     def rounded(self, layer, k, v):
@@ -77,7 +76,7 @@ class Host:
     def kept(self, count, block=0):
         found = []
         for states in self.layers.values():
-            stored = states.stored(block, count)
+            stored = states.stored(block, count, self.copies)
             found.append([stored.pos[rows].tolist() for _, _, rows in stored.segments()])
         return found
 
