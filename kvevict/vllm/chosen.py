@@ -19,7 +19,7 @@ def __getattr__(name: str) -> type:
     config = get_current_vllm_config()
     options = options_of(config)
     if options is not None:
-        check(config, latents=name.endswith("MLA"))
+        check(config, options.policy, latents=name.endswith("MLA"))
         from .backend import backend_of
 
         return backend_of(options, config.model_config.max_model_len)

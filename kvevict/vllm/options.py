@@ -176,9 +176,9 @@ def tokenizer_of(name: str, revision: str | None, trusted: bool) -> Tokenizer | 
     return found
 
 
-def check(config: "VllmConfig", latents: bool = False) -> None:
-    """Raise ValueError, with the reason, if kvevict cannot serve the model under this configuration of vLLM. latents:
-    whether vLLM asks for a backend for latent attention (MLA)."""
+def check(config: "VllmConfig", policy: Policy, latents: bool = False) -> None:
+    """Raise ValueError, with the reason, if kvevict cannot serve the model with this policy under this configuration of
+    vLLM. latents: whether vLLM asks for a backend for latent attention (MLA)."""
     model, parallel = config.model_config, config.parallel_config
     for refused, reason in (
         (latents or model.use_mla, "the model stores latents (MLA), which heads share: serve it without kvevict"),
@@ -191,8 +191,11 @@ def check(config: "VllmConfig", latents: bool = False) -> None:
         (copies_questions(config) and PROCESSOR not in (model.logits_processors or ()),
          f"--scheduler-cls {SCHEDULER} needs --logits-processors {PROCESSOR}"),
         (config.kv_transfer_config is not None, "a state has no pages to send: leave --kv-transfer-config out"),
-        (parallel.world_size > 1 or parallel.decode_context_parallel_size > 1,
-         "the layers and heads of a model were only tried in one process: leave parallel sizes at 1"),
+        (parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1,
+         "layers and slots were only tried in one process: leave these parallel sizes at 1"),
+        (parallel.tensor_parallel_size > 1 and (policy.heads.ragged or policy.shared),
+         "heads compete or share slots, which lie in several processes: leave --tensor-parallel-size at 1, or give a "
+         "policy without, such as snapkv or take+edie"),
         (config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"),
          "slots are stored in the model's dtype: leave --kv-cache-dtype out"),
     ):  # fmt: skip

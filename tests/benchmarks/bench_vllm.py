@@ -24,6 +24,9 @@ def measure(a):
         model=a.model, dtype="bfloat16", max_model_len=a.longest, max_num_batched_tokens=a.period, max_num_seqs=16,
         kv_cache_memory_bytes=a.memory << 20, enforce_eager=True, seed=0, enable_prefix_caching=False,
         additional_config={} if options is None else dict(kvevict=options),
+        **(dict(
+            scheduler_cls="kvevict.vllm.scheduler.create", logits_processors=["kvevict.vllm.copies:RequestCopies"]
+        ) if options and a.questions else {}),
     )  # fmt: skip
     config = llm.llm_engine.vllm_config.cache_config
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -32,6 +35,9 @@ def measure(a):
     blocks = -(-a.longest // config.block_size)
     text = "\n".join(page.read_text("utf-8") for page in sorted((ROOT / "docs").glob("*.md")))
     ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
+
+    def text_from(begin, length):
+        return [ids[at % len(ids)] for at in range(begin, begin + length)]
 
     def run(prompts, new):
         """Processor seconds until every request has its first token, and from then on until all have the last."""
@@ -48,7 +54,7 @@ def measure(a):
     run([ids[:1200]], 2)  # warm
     prefill, answer = run([ids[: a.tokens]], 1 + a.new)
     token = answer / a.new
-    several = sum(run([ids[i * a.several : (i + 1) * a.several] for i in range(a.requests)], 16))
+    several = sum(run([text_from(i * a.several, a.several) for i in range(a.requests)], a.answer))
     print("RESULT", json.dumps(dict(
         request_bytes=block * blocks, fit=(config.num_gpu_blocks - 1) // blocks, prefill=prefill, token=token,
         several=several,
@@ -68,6 +74,8 @@ def main():
     p.add_argument("--new", type=int, default=64, help="tokens decoded after it")
     p.add_argument("--requests", type=int, default=8)
     p.add_argument("--several", type=int, default=3800, help="tokens of each of several prompts at once")
+    p.add_argument("--answer", type=int, default=16, help="tokens of each of their answers")
+    p.add_argument("--questions", action="store_true", help="copy a question into kvevict's prompts: their last rows")
     p.add_argument("--engine", choices=["plain", "kvevict"], help=argparse.SUPPRESS)
     a = p.parse_args()
     if a.engine:

@@ -124,6 +124,19 @@ def preempted(llm, prompts, new, after, **more):
     return dict(tokens=[list(each.token_ids) for each in run(llm, prompts, new, lose, **more)], lost=lost)
 
 
+def ranked(llm, prompts, new, priorities):
+    """All requests at once with these priorities: their tokens, and the order in which they end."""
+    from vllm import SamplingParams
+
+    engine, found = llm.llm_engine, {}
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    for i, (ids, priority) in enumerate(zip(prompts, priorities, strict=True)):
+        engine.add_request(str(i), dict(prompt_token_ids=ids), params, priority=priority)
+    while engine.has_unfinished_requests():
+        found |= {int(each.request_id): list(each.outputs[0].token_ids) for each in engine.step() if each.finished}
+    return dict(tokens=[found[i] for i in range(len(prompts))], order=[*found])
+
+
 def soak(llm, prompts, new, number):
     """So many requests for one of the prompts and up to `new` tokens, of which ten are there at a time. A step in ten
     aborts one of them, and one in a hundred takes all states. Returns each request's [prompt, length, tokens or None if

@@ -1,12 +1,15 @@
 """Copies of a question in a prompt, in states without vLLM: they observe as the Transformers engine's appended rows."""
 
+import asyncio
 import itertools
+import json
 
 import pytest
 import torch
 from policy_cases import BUDGET, CHUNK, model, ours, tokens
 from states_host import Host, drawn
 
+from kvevict.vllm.asked import InPrompt
 from kvevict.vllm.questions import COPIES, NONE, QUESTION, check, with_copies
 
 
@@ -63,3 +66,40 @@ def test_what_a_client_may_not_give_is_refused():
     for given in ({QUESTION: 3}, {QUESTION: " "}, {QUESTION: None}, {COPIES: [3, 1]}):
         with pytest.raises(ValueError, match=r"must be a text|for the engine alone"):
             check(given)
+
+
+CHAT = [dict(role="system", content="Be kind."), dict(role="user", content=[dict(type="text", text="A. Why? B.")])]
+
+
+@pytest.mark.parametrize(("request_", "status"), [
+    (dict(messages=CHAT, vllm_xargs={QUESTION: "A.  Why?"}), 200),
+    (dict(messages=CHAT, vllm_xargs={QUESTION: "Who?"}), 400),
+    (dict(prompt="A. Why?", vllm_xargs={QUESTION: "Why?"}), 200),
+    (dict(prompt=["A.", "B."], vllm_xargs={QUESTION: "Why?"}), 400),
+    (dict(prompt=[3, 4], vllm_xargs={QUESTION: "Why?"}), 200),
+    (dict(prompt="A.", vllm_xargs={QUESTION: 3}), 200),  # RequestCopies refuses it
+    (dict(prompt="A.", vllm_xargs=None), 200),
+    ([3], 200),
+])  # fmt: skip
+def test_a_question_that_the_prompt_lacks_is_refused(request_, status):
+    """A body comes in two parts, and the server gets both."""
+    body, sent, got = json.dumps(request_).encode(), [], []
+    parts = [dict(body=body[:9], more_body=True), dict(body=body[9:], more_body=False), dict(type="http.disconnect")]
+
+    async def app(scope, receive, send):
+        got.extend([await receive() for _ in range(3)])
+        await send(dict(type="http.response.start", status=200))
+
+    async def receive():
+        return parts.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = dict(type="http", method="POST", headers=[(b"content-type", b"application/json")])
+    asyncio.run(InPrompt(app)(scope, receive, send))
+    assert sent[0]["status"] == status
+    if status == 200:
+        assert got[0]["body"] + got[1]["body"] == body and got[2]["type"] == "http.disconnect"
+    else:
+        assert not got and "not in the prompt" in json.loads(sent[1]["body"])["error"]["message"]

@@ -132,7 +132,8 @@ def test_the_budget_that_nobody_named():
     (dict(runner_type="pooling"), "decoders that generate"),
     (dict(speculative_config=1), "leave --speculative-config out"),
     (dict(kv_transfer_config=1), "leave --kv-transfer-config out"),
-    (dict(world_size=2), "leave parallel sizes at 1"),
+    (dict(pipeline_parallel_size=2), "leave these parallel sizes at 1"),
+    (dict(tensor_parallel_size=2), "leave --tensor-parallel-size at 1, or give a policy without"),
     (dict(cache_dtype="fp8"), "leave --kv-cache-dtype out"),
     (dict(scheduler_cls=SCHEDULER), "needs --logits-processors kvevict.vllm.copies:RequestCopies"),
     (dict(scheduler_cls=SCHEDULER, use_v2_model_runner=True), "set VLLM_USE_V2_MODEL_RUNNER=0"),
@@ -140,11 +141,15 @@ def test_the_budget_that_nobody_named():
 def test_models_and_configurations_are_refused(changes, said):
     config = SimpleNamespace(
         use_mla=False, is_hybrid=False, is_attention_free=False, is_encoder_decoder=False, runner_type="generate",
-        speculative_config=None, kv_transfer_config=None, world_size=1, decode_context_parallel_size=1,
+        speculative_config=None, kv_transfer_config=None, pipeline_parallel_size=1,
+        tensor_parallel_size=1, decode_context_parallel_size=1,
         cache_dtype="auto", scheduler_cls=None, logits_processors=None, use_v2_model_runner=False,
     )  # fmt: skip
     config.model_config = config.parallel_config = config.cache_config = config.scheduler_config = config
-    check(config)
+    competing, equal = (policy_of(dict(policy=name), 64) for name in ("edie", "take+edie"))
+    check(config, competing)
     vars(config).update(changes)
     with pytest.raises(ValueError, match=said):
-        check(config)
+        check(config, competing)
+    if "tensor_parallel_size" in changes:
+        check(config, equal)

@@ -1,19 +1,17 @@
 """vLLM with kvevict's backend: tokens, slots and requests. vLLM runs in processes of its own: `.ci/run vllm`."""
 
-import concurrent.futures
 import json
 import os
 import re
 import subprocess
 import sys
-import urllib.request
 
 import pytest
 import safetensors.torch
 import tiny
 import torch
 from caches import kept
-from in_vllm import QUESTIONS, by_engine, needed, prompts, save, serving, vllm
+from in_vllm import QUESTIONS, by_engine, needed, prompts, save, vllm
 
 pytestmark = needed
 PERIOD, BUDGET, LONGEST = 16, 32, 256
@@ -80,6 +78,19 @@ def test_requests_together_and_preempted(tmp_path, llama):
     assert [answer for (answer,) in together] == [answer for (answer,) in again] == alone
     assert preempted == dict(tokens=alone[:5], lost=[5, 5, 5])
     assert [len({*map(tuple, answers)}) for answers in drawn] == [3] * 3
+
+
+def test_requests_begin_by_their_priority(tmp_path, llama):
+    """One at a time, as each has a whole state and there is one: none is preempted, and each answers as alone."""
+    folder, _ = llama
+    texts, priorities = prompts([40, 70, 20, 90]), [3, 0, 2, 1]
+    runs = [
+        *(dict(do="greedy", prompts=[text], new=20) for text in texts),
+        dict(do="ranked", prompts=texts, new=20, priorities=priorities),
+    ]
+    options = dict(budget=BUDGET, period=PERIOD, policy="edie", window=4)
+    (results,) = vllm(tmp_path, [folder], runs, options, max_num_seqs=1, scheduling_policy="priority")
+    assert results[-1] == dict(tokens=[result[0][0] for result in results[:-1]], order=[1, 3, 2, 0])
 
 
 def test_a_question_observes_every_period_and_is_not_counted(tmp_path, llama):
@@ -159,39 +170,6 @@ def test_refused_at_start_up(tmp_path, family, options, llm, said):
     model, _ = tiny.save(tmp_path / "model", family, max_position_embeddings=LONGEST)
     with pytest.raises(AssertionError, match=re.escape(said)):
         vllm(tmp_path, [model], [], options, **llm)
-
-
-@pytest.fixture
-def server(tmp_path, llama):
-    """The address of vLLM's own server, started with kvevict's options."""
-    options = dict(budget=BUDGET, period=PERIOD, policy="edie", window=4)
-    with serving(llama[0], tmp_path, kvevict=options, longest=LONGEST) as address:
-        yield f"{address}/v1/completions"
-
-
-def ask(address, **request):
-    body = json.dumps(dict(model="m", max_tokens=40, temperature=0, ignore_eos=True) | request).encode()
-    return urllib.request.urlopen(urllib.request.Request(address, body, {"Content-Type": "application/json"}))
-
-
-def test_the_server_answers_whole_in_parts_and_several_at_once(server):
-    """Streams, n answers, clients that go away, three clients at once, and counts of tokens."""
-    texts = prompts([100, 7, 60, 33])
-    whole = [json.load(ask(server, prompt=text)) for text in texts]
-    alone = [answer["choices"][0]["text"] for answer in whole]
-    assert [answer["usage"]["prompt_tokens"] for answer in whole] == [100, 7, 60, 33]
-    for text, want in zip(texts, alone, strict=True):
-        with ask(server, prompt=text, stream=True) as gone:
-            gone.readline()  # and the client goes away
-        with ask(server, prompt=text, stream=True) as stream:
-            events = [line[6:] for line in stream if line.startswith(b"data: {")]
-        assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == want
-        two = [json.load(ask(server, prompt=text, n=2, temperature=1, seed=5)) for _ in range(2)]
-        assert two[0]["choices"] == two[1]["choices"]
-        assert len({each["text"] for each in two[0]["choices"]}) == 2
-    with concurrent.futures.ThreadPoolExecutor(3) as clients:
-        answers = list(clients.map(lambda i: json.load(ask(server, prompt=texts[i % 4])), range(24)))
-    assert [answer["choices"][0]["text"] for answer in answers] == alone * 6
 
 
 def test_without_options_vllm_is_as_it_was():
