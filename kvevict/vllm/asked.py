@@ -4,20 +4,21 @@ kvevict.vllm.asked.InPrompt`. vLLM shows no other plugin of its frontend a promp
 
 import json
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 from ..asking.tokens import squeezed
 from .questions import QUESTION
 
-App = Callable[..., Awaitable[None]]
+Call = Callable[..., Awaitable[Any]]  # a server, or what it gets messages from and sends them to
 
 
 class InPrompt:
     """An ASGI middleware that answers such a request with 400, and hands on every other one as it came."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: Call) -> None:
         self.app = app
 
-    async def __call__(self, scope: dict, receive: App, send: App) -> None:
+    async def __call__(self, scope: dict, receive: Call, send: Call) -> None:
         kinds = [value for name, value in scope.get("headers", ()) if name == b"content-type"]
         if scope.get("method") != "POST" or not any(b"json" in kind for kind in kinds):
             return await self.app(scope, receive, send)
