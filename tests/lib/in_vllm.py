@@ -79,7 +79,7 @@ def serving(model, folder, *options, kvevict=None, longest=256):
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "m"]
     command += ["--port", str(port), "--max-num-seqs", "4", "--max-model-len", str(longest), "--dtype", "float32"]
-    command += ["--kv-cache-memory-bytes", str(64 << 20), *options]
+    command += ["--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager", *options]  # compiling takes a minute
     if kvevict is not None:
         command += ["--additional-config", json.dumps(dict(kvevict=kvevict))]
     environment = os.environ | dict(

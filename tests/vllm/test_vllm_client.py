@@ -25,15 +25,20 @@ SCHEMA = dict(type="json_schema", json_schema=dict(name="place", schema=PLACE))
 WEATHER = dict(type="function", function=dict(name="weather", description="The weather.", parameters=PLACE))
 # A random model would fill an answer of any form with spaces.
 FORMS = ["--structured-outputs-config", json.dumps(dict(backend="xgrammar", disable_any_whitespace=True))]
-CHAT = dict(model="m", messages=[dict(role="user", content="abc? " * 40)], temperature=0, max_tokens=30)
+FORMS += ["--enable-auto-tool-choice", "--tool-call-parser", "pythonic"]
+CHAT = dict(model="m", messages=[dict(role="user", content="abc? " * 40)], temperature=0, max_tokens=80)
+LINE = dict(model="m", temperature=0, max_tokens=30, stream=True, extra_body=dict(ignore_eos=True))
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    made = tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None, max_position_embeddings=LONGEST)
+    more, tokenizer = dict(bos_token_id=None, pad_token_id=None, eos_token_id=259), tiny.chat_tokenizer()
+    tokenizer.add_special_tokens(dict(eos_token="<end>"))  # a form's last token
+    made = tiny.model(vocab_size=260, max_position_embeddings=LONGEST, **more)
+    made.generation_config.eos_token_id = 259
     made.save_pretrained(folder)
-    tiny.chat_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 
@@ -64,7 +69,7 @@ def drawn_texts(drawn, number):
 
 def answer(client, text, leaves=False, **more):
     """A streamed answer to a text; leaves: the client goes away after its first part, and the result is None."""
-    asked, found = dict(model="m", prompt=text, temperature=0, max_tokens=30, stream=True) | more, []
+    asked, found = LINE | dict(prompt=text) | more, []
     with client.completions.create(**asked) as parts:
         for part in parts:
             found.append(part.choices[0].text)
@@ -85,7 +90,7 @@ def refusal(ask, **request):
 def tour(one):
     """What a client gets that uses each part of the API."""
     chat, completion = one.chat.completions.create, one.completions.create
-    prompt = dict(model="m", prompt="abcd " * 30, temperature=0, max_tokens=30)
+    prompt = dict(model="m", prompt="abcd " * 30, temperature=0, max_tokens=80)
     whole, plain = chat(**CHAT, logprobs=True, top_logprobs=2), completion(**prompt)
     streamed = [*chat(**CHAT, stream=True, stream_options=dict(include_usage=True))]
     named = dict(type="function", function=dict(name="weather"))
@@ -109,7 +114,7 @@ def tour(one):
         left=answer(one, "abc" * 20, leaves=True),
         refused=[
             refusal(completion, **prompt | bad)
-            for bad in (dict(max_tokens=LONGEST), dict(prompt="a" * (LONGEST + 1)), dict(temperature=-1), dict(n=0))
+            for bad in (dict(max_tokens=-1), dict(prompt="a" * (LONGEST + 1)), dict(temperature=-1), dict(n=0))
         ],
     )
 
@@ -164,7 +169,7 @@ def test_a_killed_engine_ends_the_server_and_no_answer_is_wrong(tmp_path, model)
     def beginning(one, text, killed):
         found = []
         try:
-            with one.completions.create(model="m", prompt=text, temperature=0, max_tokens=150, stream=True) as parts:
+            with one.completions.create(**LINE | dict(prompt=text, max_tokens=150)) as parts:
                 for part in parts:
                     found.append(part.choices[0].text)
                     if len(found) == 3:
