@@ -54,6 +54,8 @@ def run(llm, prompts, new, each_step=lambda step, scheduler: None, **more):
 
 def kept(llm, prompts, new):
     """One request after the other: its tokens, their logprobs, and the slots that its state has in the end."""
+    import torch
+
     found = []
     for ids in prompts:
         blocks = set()
@@ -66,7 +68,8 @@ def kept(llm, prompts, new):
         (block,) = blocks
         slots = []
         for states in layers(llm):
-            stored = states.stored(block, len(ids) + new - 1)
+            with torch.inference_mode():  # like the step that made the state
+                stored = states.stored(block, len(ids) + new - 1)
             slots.append([stored.pos[rows].tolist() for _, _, rows in stored.segments()])
         logprobs = [each[token].logprob for each, token in zip(answer.logprobs, answer.token_ids, strict=True)]
         found.append(dict(tokens=list(answer.token_ids), logprobs=logprobs, slots=slots))

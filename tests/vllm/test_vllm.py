@@ -134,6 +134,15 @@ def test_compiled_and_by_transformers_implementation(tmp_path, llama):
     assert vllm(tmp_path, [folder], runs, options, enforce_eager=False) == eager
 
 
+def test_two_processes_with_half_of_the_heads_each(tmp_path, llama):
+    """Tensor parallel, under a policy whose heads keep equally many slots."""
+    folder, _ = llama
+    runs = [dict(do="greedy", prompts=prompts([90, 40, 7]), new=40)]
+    options = dict(budget=BUDGET, period=PERIOD, policy="take+edie", probe=4)
+    one, two = (vllm(tmp_path, [folder], runs, options, tensor_parallel_size=n) for n in (1, 2))
+    assert one == two
+
+
 def adapter(folder, model):
     """Save a random LoRA adapter of a model's queries and values."""
     weights = {}
@@ -165,6 +174,7 @@ def test_adapters_are_vllms_where_everything_fits(tmp_path, llama):
     ("llama", dict(policy="snapkv", budget=32), {}, "always keeps 32 slots of each head"),
     ("llama", FITS, dict(scheduler_cls=QUESTIONS["scheduler_cls"]), "needs --logits-processors kvevict.vllm.copies"),
     ("llama", FITS, dict(speculative_config=NGRAM), "leave --speculative-config out"),
+    ("llama", FITS | dict(policy="edie"), dict(tensor_parallel_size=2), "leave --tensor-parallel-size at 1, or give"),
 ])  # fmt: skip
 def test_refused_at_start_up(tmp_path, family, options, llm, said):
     model, _ = tiny.save(tmp_path / "model", family, max_position_embeddings=LONGEST)
