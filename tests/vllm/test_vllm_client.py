@@ -16,16 +16,13 @@ LONGEST = 512
 ASKING = ["--scheduler-cls", QUESTIONS["scheduler_cls"], "--logits-processors", *QUESTIONS["logits_processors"]]
 ASKING += ["--middleware", "kvevict.vllm.asked.InPrompt"]
 EVICTS = dict(budget=32, period=16, policy="take+edie", probe=8)
-FITS = dict(budget=LONGEST, period=16, policy="snapkv", window=8)
 PLACE = dict(
     type="object", required=["city", "days"], additionalProperties=False,
     properties=dict(city=dict(enum=["Rome", "Oslo"]), days=dict(enum=[1, 2, 3])),
 )  # fmt: skip
 SCHEMA = dict(type="json_schema", json_schema=dict(name="place", schema=PLACE))
-WEATHER = dict(type="function", function=dict(name="weather", description="The weather.", parameters=PLACE))
 # A random model would fill an answer of any form with spaces.
 FORMS = ["--structured-outputs-config", json.dumps(dict(backend="xgrammar", disable_any_whitespace=True))]
-FORMS += ["--enable-auto-tool-choice", "--tool-call-parser", "pythonic"]
 CHAT = dict(model="m", messages=[dict(role="user", content="abc? " * 40)], temperature=0, max_tokens=80)
 LINE = dict(model="m", temperature=0, max_tokens=30, stream=True, extra_body=dict(ignore_eos=True))
 
@@ -78,64 +75,6 @@ def answer(client, text, leaves=False, **more):
     return "".join(found)
 
 
-def refusal(ask, **request):
-    """The status and the words with which a server refuses a request."""
-    import openai
-
-    with pytest.raises(openai.APIStatusError) as refused:
-        ask(**request)
-    return refused.value.status_code, refused.value.message
-
-
-def tour(one):
-    """What a client gets that uses each part of the API."""
-    chat, completion = one.chat.completions.create, one.completions.create
-    prompt = dict(model="m", prompt="abcd " * 30, temperature=0, max_tokens=80)
-    whole, plain = chat(**CHAT, logprobs=True, top_logprobs=2), completion(**prompt)
-    streamed = [*chat(**CHAT, stream=True, stream_options=dict(include_usage=True))]
-    named = dict(type="function", function=dict(name="weather"))
-    tools = [chat(**CHAT, tools=[WEATHER], tool_choice=choice).choices[0].message for choice in (named, "required")]
-    form, two = chat(**CHAT, response_format=SCHEMA).choices[0], dict(n=2, temperature=1, seed=5)
-    stop = plain.choices[0].text[12:14]
-    assert "".join(part.choices[0].delta.content or "" for part in streamed if part.choices) == (
-        whole.choices[0].message.content
-    )
-    assert json.loads(form.message.content)["city"] in ("Rome", "Oslo") and form.finish_reason == "stop"
-    assert [call.function.name for message in tools for call in message.tool_calls] == ["weather", "weather"]
-    assert all(json.loads(message.tool_calls[0].function.arguments)["days"] in (1, 2, 3) for message in tools)
-    return dict(
-        chat=[whole.choices[0].message.content, whole.usage.model_dump(), whole.choices[0].finish_reason],
-        likely=[[other.token for other in each.top_logprobs] for each in whole.choices[0].logprobs.content],
-        stream=[streamed[-1].usage.model_dump(), streamed[-2].choices[0].finish_reason],
-        form=form.message.content,
-        tools=[message.tool_calls[0].function.arguments for message in tools],
-        stop=[completion(**prompt, stop=[stop]).choices[0].model_dump(), completion(**prompt).usage.model_dump()],
-        two=[sorted(each.text for each in completion(**prompt | two).choices)],
-        left=answer(one, "abc" * 20, leaves=True),
-        refused=[
-            refusal(completion, **prompt | bad)
-            for bad in (dict(max_tokens=-1), dict(prompt="a" * (LONGEST + 1)), dict(temperature=-1), dict(n=0))
-        ],
-    )
-
-
-def test_a_client_gets_what_plain_vllm_gives(tmp_path, model):
-    """Chat, stream, tools, a JSON schema, usage, logprobs, stop, n, a client that leaves, bad requests."""
-    found = []
-    for options in (None, FITS):
-        with client(model, tmp_path, *FORMS, *(ASKING if options else []), kvevict=options) as one:
-            found.append(tour(one))
-            assert answer(one, "abc") and gauge(one, "num_requests_running") == 0
-            if options:
-                for question, why in ((" ", "must be a text"), ("xyz", "is not in the prompt")):
-                    more = dict(extra_body=dict(vllm_xargs=dict(kvevict_question=question)))
-                    status, said = refusal(one.chat.completions.create, **CHAT | more)
-                    assert status == 400 and f"kvevict_question {why}" in said
-    plain, mine = found
-    assert mine == plain
-    assert [status for status, _ in plain["refused"]] == [400] * 4
-
-
 def test_three_clients_get_their_own_answers(tmp_path, model):
     """20 requests each, of which some are left early: each answer is that given alone, and no memory is lost by the
     server's own numbers. Answers whose slots are evicted also have a form, a seed and counts."""
@@ -156,43 +95,6 @@ def test_three_clients_get_their_own_answers(tmp_path, model):
         assert json.loads(one.chat.completions.create(**CHAT, response_format=SCHEMA).choices[0].message.content)
         answer(one, texts[0])  # the requests that were left have ended before this one
         assert [gauge(one, name) for name in ("kv_cache_usage_perc", "num_requests_running")] == [0, 0]
-
-
-def test_a_killed_engine_ends_the_server_and_no_answer_is_wrong(tmp_path, model):
-    """Three requests are there when the engine's process is killed: each ends with an error or with a beginning of its
-    answer. A new server gives all answers."""
-    import openai
-    import psutil
-
-    texts, errors, ended = drawn_texts(random.Random(2), 3), [], []
-
-    def beginning(one, text, killed):
-        found = []
-        try:
-            with one.completions.create(**LINE | dict(prompt=text, max_tokens=150)) as parts:
-                for part in parts:
-                    found.append(part.choices[0].text)
-                    if len(found) == 3:
-                        killed.result()
-        except (openai.APIError, ConnectionError) as error:
-            errors.append(error)
-        return "".join(found)
-
-    with client(model, tmp_path, *ASKING, kvevict=EVICTS) as one:
-        (engine,) = [each for each in psutil.Process().children(True) if "EngineCore" in "".join(each.cmdline())]
-        server = psutil.Process(engine.ppid())
-        killed = concurrent.futures.Future()
-        with concurrent.futures.ThreadPoolExecutor(3) as clients:
-            found = [clients.submit(beginning, one, text, killed) for text in texts]
-            while gauge(one, "num_requests_running") < 3:
-                assert not all(each.done() for each in found)
-            engine.kill()
-            killed.set_result(None)
-        ended += psutil.wait_procs([server], 60)[0]
-    assert ended and len(errors) == 3
-    with client(model, tmp_path, *ASKING, kvevict=EVICTS) as one:
-        whole = [answer(one, text, max_tokens=150) for text in texts]
-    assert all(all_of.startswith(each.result()) for all_of, each in zip(whole, found, strict=True))
 
 
 def test_two_replicas_answer_alike(tmp_path, model):
