@@ -97,6 +97,43 @@ def test_three_clients_get_their_own_answers(tmp_path, model):
         assert [gauge(one, name) for name in ("kv_cache_usage_perc", "num_requests_running")] == [0, 0]
 
 
+def test_a_killed_engine_ends_the_server_and_no_answer_is_wrong(tmp_path, model):
+    """Three requests are there when the engine's process is killed: each ends with an error or with a beginning of its
+    answer. A new server gives all answers."""
+    import openai
+    import psutil
+
+    texts, errors, ended = drawn_texts(random.Random(2), 3), [], []
+
+    def beginning(one, text, killed):
+        found = []
+        try:
+            with one.completions.create(**LINE | dict(prompt=text, max_tokens=150)) as parts:
+                for part in parts:
+                    found.append(part.choices[0].text)
+                    if len(found) == 3:
+                        killed.result()
+        except (openai.APIError, ConnectionError) as error:
+            errors.append(error)
+        return "".join(found)
+
+    with client(model, tmp_path, *ASKING, kvevict=EVICTS) as one:
+        (engine,) = [each for each in psutil.Process().children(True) if "EngineCore" in "".join(each.cmdline())]
+        server = psutil.Process(engine.ppid())
+        killed = concurrent.futures.Future()
+        with concurrent.futures.ThreadPoolExecutor(3) as clients:
+            found = [clients.submit(beginning, one, text, killed) for text in texts]
+            while gauge(one, "num_requests_running") < 3:
+                assert not all(each.done() for each in found)
+            engine.kill()
+            killed.set_result(None)
+        ended += psutil.wait_procs([server], 60)[0]
+    assert ended and len(errors) == 3
+    with client(model, tmp_path, *ASKING, kvevict=EVICTS) as one:
+        whole = [answer(one, text, max_tokens=150) for text in texts]
+    assert all(all_of.startswith(each.result()) for all_of, each in zip(whole, found, strict=True))
+
+
 def test_two_replicas_answer_alike(tmp_path, model):
     """vLLM's own data parallelism: both replicas answer, as one does alone."""
     texts = drawn_texts(random.Random(1), 8)
