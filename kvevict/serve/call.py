@@ -10,6 +10,7 @@ from typing import Any
 
 from ..policy.policy import Policy
 from . import check
+from .beginnings import Beginnings
 from .errors import Json
 from .prompt import PromptIds
 from .sampling import Decoding
@@ -45,7 +46,7 @@ class Call:
     prompt: Any = ""  # this call's prompt: a text, or token ids, which `Generation.prepare` decodes to a text
     parts: list["Call"] = field(default_factory=list)  # one call per prompt if there are several; otherwise empty
     whole: PromptIds = field(default_factory=lambda: PromptIds([]))  # the whole prompt's token ids for the model
-    keys: dict[int, str] = field(default_factory=dict)  # length of a prefix of the prompt -> its key in `Prefixes`
+    beginnings: tuple[Beginnings, ...] = ()  # `Reader.beginnings` of the prompt
     parser: Callable[[], Parser | None] = lambda: None  # makes an answer's parser; None: the answer is plain text
     identity: str = field(default_factory=lambda: f"{uuid.uuid4()}")
     began: float = field(default_factory=time.monotonic)

@@ -126,8 +126,8 @@ class Generation:
         if not prompt.ids:
             raise Refused(400, "the prompt is empty: give at least one word")
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)
-        call.keys = self.reader.keys(call)
-        call.stored_tokens = next((end for end in reversed(call.keys) if self.prefixes.has_file(call.keys[end])), 0)
+        call.beginnings = self.reader.beginnings(call)
+        call.stored_tokens = max(map(self.prefixes.filed, call.beginnings[:1]), default=0)
         if call.question is not None and find(tokenizer, prompt.ids, call.question) is None:
             sentence = "the prompt does not have kvevict.question: give its words as the prompt has them"
             raise Refused(400, sentence, param="kvevict.question")

@@ -1,16 +1,16 @@
 """Stores the KV caches of prompts' prefixes, with the slots of all tokens, in memory and in files.
 
-Servers may share the files. A file's name is a hash of everything that its cache depends on. On a CPU loaded slots stay
-in the file, mapped into memory: all servers of a machine share one copy, which does not count as a process's memory."""
+A prompt uses as many tokens of a cache in memory as it begins with. Servers may share the files. A file's name is a
+hash of everything that its cache depends on. On a CPU loaded slots stay in the file, mapped into memory: all servers of
+a machine share one copy, which does not count as a process's memory."""
 
 import contextlib
-import hashlib
 import os
 import shutil
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
-from itertools import chain
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -21,48 +21,17 @@ from ..engine.memory.cache import EvictionCache
 from ..engine.memory.mapped import in_file
 from ..engine.memory.stateful import tensors_of
 from ..models.families import device_of
-from ..policy.policy import Policy
-from ..policy.run import Run
 from ..store import files, sealed
-from ..store.form import FORMAT
 from ..store.loading import load_cache, stays
 from ..store.saving import save_cache
+from .beginnings import Beginnings, mark_in
 from .log import Troubles
+from .radix import Radix
 
 SUFFIX = ".safetensors"
 FACTS = 1 << 16  # most bytes of a file's header, which is everything but its tensors
+FEW = 64  # tokens that a cache must have for itself to stay in memory beside a longer one
 LEFT = 3600  # age in seconds at which an unfinished file is taken for one that a killed process left
-
-
-def keys_of(
-    owner: str, weights: str, policy: Policy, run: Run, ids: list[int], ends: Iterable[int], text: str | None,
-    start: int,
-) -> dict[int, str]:  # fmt: skip
-    """Return {end: key} of a prompt's prefixes, by their numbers of tokens `ends`, which ascend. A key is a hash of the
-    owner and of everything that a cache depends on. A prefix that ends after token `start` contains tokens of the
-    stored text `text`: its key ends with the text's mark (`mark_of`), by which `forget` finds it."""
-    facts = "\0".join((FORMAT, owner, weights, policy.to_json(), run.kv, run.archive_kv or run.kv)) + "\0"
-    digest, before, found = hashlib.sha256(facts.encode()), 0, {}
-    for end in ends:
-        digest.update(np.array(ids[before:end], np.int64).tobytes())
-        found[end] = digest.hexdigest() + ("" if text is None or end <= start else f"-{mark_of(owner, text)}")
-        before = end
-    return found
-
-
-def mark_of(owner: str, text: str) -> str:
-    return hashlib.sha256(f"{owner}\0{text}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def mark_in(key: str) -> str:
-    """Return the mark at the end of a key, which identifies a stored text; "" if the key has none."""
-    return key.partition("-")[2]
-
-
-def unmarked(keys: dict[int, str]) -> dict[int, str]:
-    """Return {end: key} without marks: the keys that the same prefixes have in prompts that contain the stored text
-    instead of naming it."""
-    return {end: key.partition("-")[0] for end, key in keys.items()}
 
 
 def bytes_of(cache: EvictionCache) -> int:
@@ -95,9 +64,23 @@ def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
     return counts[start:stop] / max(heads, 1)
 
 
+@dataclass(eq=False)
+class Live:
+    """A cache in memory, of the first `end` tokens of a prompt."""
+
+    prompt: Beginnings
+    end: int
+    cache: EvictionCache
+    size: int  # bytes; 0: the slots lie in the cache's file
+    used: int  # the larger, the later this cache was used
+
+    path = property(lambda self: self.prompt.until(self.end))
+    key = property(lambda self: self.prompt.keys[self.prompt.filed(self.end)])  # of the cache's file
+
+
 class Prefixes:
-    """The stored caches of prefixes, by their keys. Only the thread that owns the model may use this object, except
-    `knows`, `longest`, `has_file` and `file_bytes`, which any thread may.
+    """The stored caches of prompts' prefixes. Only the thread that owns the model may use this object, except
+    `filed`, `has_file` and `file_bytes`, which any thread may.
 
     folder  folder of the files; None: caches are stored in memory alone
     memory  most bytes of the caches in memory; caches whose slots lie in files do not count
@@ -111,9 +94,9 @@ class Prefixes:
         self.model, self.memory, self.disk, self.gone = model, memory, disk, gone
         self.folder: Any = folder
         self.place: Callable[[EvictionCache], None] = lambda cache: None  # called before a cache is stored in memory
-        # key -> (cache, its bytes, keys of its shorter prefixes), least recently used first; 0 bytes: slots in a file
-        self._live: OrderedDict[str, tuple[EvictionCache, int, list[str]]] = OrderedDict()
-        self._inside: dict[str, str] = {}  # key of a shorter prefix -> key of the cache that contains it
+        self._live: dict[str, Live] = {}  # by `Live.key`
+        self._tree: Radix[Live] = Radix()  # by `Live.path`
+        self._uses = count()
         self.live_bytes, self._tidied, self._troubles = 0, 0.0, Troubles()
         if self.folder is not None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -127,17 +110,20 @@ class Prefixes:
     def file_bytes(self) -> int:
         return sum(size for _, size, _ in self._files())
 
-    def knows(self, key: str) -> bool:
-        """Return whether a prefix is in memory, by itself or within the cache of a longer prefix."""
-        return key in self._live or key in self._inside
+    def known(self, *each: Beginnings) -> int:
+        """Return the number of a prompt's first tokens that are in memory, all but the last token at most. each:
+        `Reader.beginnings` of the prompt"""
+        found = (prompt.tokens(self._tree.longest(prompt.until(prompt.most))[0]) for prompt in each)
+        return max(found, default=0)
 
-    def longest(self, keys: dict[int, str]) -> int:
-        """Return the number of tokens of a prompt's longest prefix in memory; keys: {end: key}, ends ascending."""
-        return next((end for end in reversed(keys) if self.knows(keys[end])), 0)
+    def filed(self, prompt: Beginnings) -> int:
+        """Return the number of a prompt's first tokens that are in a file."""
+        return next((end for end in prompt.ends(prompt.most) if self.has_file(prompt.keys[end])), 0)
 
-    def tell(self, key: str, size: int) -> None:
-        """Log a warning if the slots of a stored text, `size` bytes, fit neither in memory nor on disk."""
-        if not self.knows(key) and not self.has_file(key):
+    def tell(self, prompt: Beginnings, end: int, size: int) -> None:
+        """Log a warning if the slots of a stored text, a prompt's first `end` tokens with `size` bytes, fit neither in
+        memory nor on disk."""
+        if self.known(prompt) < end and not self.has_file(prompt.keys[end]):
             advice = "raise --memory-bytes" + ("" if self.folder is None else " or --store-bytes")
             error = ValueError(f"its slots take {size} bytes: {advice}")
             self._troubles.note("a stored text is read again for each question", error)
@@ -145,89 +131,100 @@ class Prefixes:
     def has_file(self, key: str) -> bool:
         return self.folder is not None and os.path.exists(self._path(key))
 
-    def get(self, keys: dict[int, str], end: int) -> EvictionCache | None:
-        """Return a copy-on-write fork of the cache of a prompt's first `end` tokens; None if no cache is stored or its
-        file is damaged. keys: {end: key} of the prompt's prefixes."""
-        key = keys[end]
-        source = key if key in self._live else self._inside.get(key)
-        if source is not None:
-            self._live.move_to_end(source)
-            if not self._live[source][1]:
-                with contextlib.suppress(OSError):
-                    os.utime(self._path(source))
-            return self._live[source][0].first(end)
-        if not self.has_file(key):
-            return None
+    def get(self, prompt: Beginnings, least: int = 0) -> tuple[EvictionCache | None, int]:
+        """Return (copy-on-write fork of the cache of as many of a prompt's first tokens as are stored, number of these
+        tokens); (None, 0) if no more than `least` are."""
+        known = self.known(prompt)
+        for end in prompt.ends(prompt.most):
+            if end <= max(known, least):
+                break
+            if self.has_file(prompt.keys[end]) and (cache := self._loaded(prompt.keys[end])) is not None:
+                self.put(prompt, end, cache)
+                return cache.fork(), end
+        if known <= least:
+            return None, 0
+        _, node = self._tree.longest(prompt.until(known))
+        live = max(node.items(), key=lambda each: each.used)  # so that the others may become the least recently used
+        live.used = next(self._uses)
+        if not live.size:
+            with contextlib.suppress(OSError):
+                os.utime(self._path(live.key))
+        return live.cache.first(known), known
+
+    def _loaded(self, key: str) -> EvictionCache | None:
+        """Load a cache from its file; None if the file is damaged, or if another server has removed it."""
         path = self._path(key)
         try:
             os.utime(path)  # marks the file as used before it is read: servers remove the least recently used file
             with files.staying(path) as stays:
                 if sealed.texts(stays).get("name") != key:
                     raise ValueError(f"{path} is the file of another prefix")
-                cache = load_cache(stays, self.model)
+                return load_cache(stays, self.model)
         except (ValueError, OSError) as error:
-            if self.has_file(key):  # the file is damaged; otherwise another server has removed it
+            if self.has_file(key):  # the file is damaged
                 self._troubles.note("a stored prefix is read again", error)
                 _unlink(path)
             return None
-        self.put(keys, end, cache)
-        return cache.fork()
 
-    def put(self, keys: dict[int, str], end: int, cache: EvictionCache) -> None:
-        """Store the cache of a prompt's first `end` tokens in memory, in place of the caches of its shorter prefixes.
-        The cache must not change afterwards. Memory drops the least recently used caches until the rest fits."""
-        key, inner = keys[end], [each for at, each in keys.items() if at < end]
-        for each in (key, *inner):
+    def put(self, prompt: Beginnings, end: int, cache: EvictionCache) -> None:
+        """Store the cache of a prompt's first `end` tokens in memory, in place of caches that have no more than a few
+        last tokens of their own. The cache must not change afterwards. Memory drops the least recently used caches
+        until the rest fits; a fork that is being read keeps its slots."""
+        path = prompt.until(end)
+        length, node = self._tree.longest(path)
+        common = prompt.tokens(length)
+        short = [each for each in node.items() if common and each.end - common < FEW]
+        for each in {*self._tree.within(path), *short}:
             self._drop(each)
         self._let_go()
         self.place(cache)
-        self._live[key] = cache, 0 if in_files(cache) else bytes_of(cache), inner
-        self._inside.update(dict.fromkeys(inner, key))
-        self.live_bytes += self._live[key][1]
+        self._add(Live(prompt, end, cache, 0 if in_files(cache) else bytes_of(cache), next(self._uses)))
         while self.live_bytes > self.memory:
-            self._drop(next(key for key, (_, size, _) in self._live.items() if size))
+            self._drop(min((each for each in self._live.values() if each.size), key=lambda each: each.used))
 
-    def remove(self, key: str) -> None:
-        """Remove a cache from memory and from disk."""
-        self._drop(key)
-        if self.folder is not None:
-            _unlink(self._path(key))
+    def _add(self, live: Live) -> None:
+        if live.key in self._live:  # of another prompt, which differs in its last tokens
+            self._drop(self._live[live.key])
+        self._live[live.key] = live
+        self._tree.add(live.path, live)
+        self.live_bytes += live.size
+
+    def _drop(self, live: Live) -> None:
+        """Remove a cache from memory."""
+        del self._live[live.key]
+        self._tree.remove(live.path)
+        self.live_bytes -= live.size
 
     def forget(self, marks: Collection[str]) -> None:
         """Remove the caches of some stored texts from memory and from disk. marks: `mark_of` each text."""
-        for key in [key for key in self._live if mark_in(key) in marks]:
-            self.remove(key)
+        for live in [live for key, live in self._live.items() if mark_in(key) in marks]:
+            self._drop(live)
         for path in self._there(f"*-*{SUFFIX}") if marks else ():
             if mark_in(path.stem) in marks:
                 _unlink(path)
 
     def flush(self) -> int:
         """Write all caches in memory to disk, and return the number of files written."""
-        return sum(self.write(key, self._live[key][0]) for key in list(self._live) if key in self._live)
-
-    def _drop(self, key: str) -> None:
-        """Remove a cache from memory, if it is there."""
-        _, size, inner = self._live.pop(key, (None, 0, ()))
-        self.live_bytes -= size
-        for each in inner:
-            if self._inside.get(each) == key:
-                del self._inside[each]
+        each = list(self._live.values())
+        return sum(self.write(live.prompt, live.end, live.cache) for live in each if live.key in self._live)
 
     def _let_go(self) -> None:
         """Remove from memory the caches whose slots lie in removed files: such a file takes up the disk until it is no
         longer mapped."""
-        for key in [key for key, (_, size, _) in self._live.items() if not size and not self.has_file(key)]:
-            self._drop(key)
+        for live in [live for key, live in self._live.items() if not live.size and not self.has_file(key)]:
+            self._drop(live)
 
-    def write(self, key: str, cache: EvictionCache) -> bool:
-        """Write a cache to its file, unless the file exists or does not fit, or the cache's stored text was deleted.
-        Returns whether it was written. If slots can stay in a file, the cache in memory then uses the file's slots."""
-        size = bytes_of(cache) + FACTS
+    def write(self, prompt: Beginnings, end: int, cache: EvictionCache) -> bool:
+        """Write the cache of a prompt's first `end` tokens, or of as many of them as a file may have, unless the file
+        exists or does not fit, or the cache's stored text was deleted. Returns whether it was written. If slots can
+        stay in a file, the cache in memory then uses the file's slots. cache: of `end` tokens or more"""
+        end = prompt.filed(end)
+        key, size = prompt.keys[end], bytes_of(cache) + FACTS
         if self.folder is None or self.has_file(key) or self._is_gone(key) or size > (most := self.disk()):
             return False
         self._fit(most - size)
         try:
-            save_cache(cache, self._path(key), name=key)
+            save_cache(cache if cache.get_seq_length() == end else cache.first(end), self._path(key), name=key)
         except (OSError, ValueError) as error:
             self._troubles.note("a prefix is not stored on disk", error)
             return False
@@ -238,19 +235,18 @@ class Prefixes:
             _unlink(self._path(key))
             return False
         if key in self._live and stays(self.folder, cache.sequence.policy):
-            self._leave(key)
+            self._leave(self._live[key], end)
         return True
 
-    def _leave(self, key: str) -> None:
-        """Replace a cache in memory by one whose slots stay in its file."""
+    def _leave(self, live: Live, end: int) -> None:
+        """Replace a cache in memory by one whose slots, of the first `end` tokens, stay in its file."""
         if device_of(self.model).type != "cpu":  # a GPU needs the slots in its own memory
             return
         with contextlib.suppress(ValueError, OSError):  # another server may have removed the file
-            cache, (_, size, inner) = load_cache(self._path(key), self.model, verify=False), self._live[key]
+            cache = load_cache(self._path(live.key), self.model, verify=False)
             self.place(cache)
             if in_files(cache):
-                self._live[key] = cache, 0, inner
-                self.live_bytes -= size
+                self._add(replace(live, end=end, cache=cache, size=0))
 
     def _is_gone(self, key: str) -> bool:
         """Return whether the stored text of a key was deleted, and remove the caches of all deleted texts."""

@@ -27,15 +27,16 @@ from ..policy.building import Chosen
 from ..policy.policy import Policy
 from ..policy.reach import reach, sizes_of
 from ..policy.tokenizer import told
+from .beginnings import Beginnings, facts_of, mark_of
 from .call import Call
 from .errors import Refused, of_field
-from .prefixes import Prefixes, keys_of, mark_of, shares_of, unmarked
+from .prefixes import Prefixes, shares_of
 from .sampling import LONG
 from .scheduler import Scheduler
 
 SHORTEST = 256  # least tokens of a prefix that prompts share
-BLOCK = 64  # number of tokens from one possible end of a shared prefix to the next
-FURTHER = 256  # least tokens read after a stored prefix to store a longer one
+BLOCK = 64  # tokens from one possible end of a prefix in a file to the next; in memory, of a prompt's last tokens
+FURTHER = 256  # least tokens of a prompt that were read after a stored prefix for the prompt to be stored
 PIECE = 2048  # tokens of a stored text that are read and stored at once; a multiple of BLOCK
 WRITTEN = 1024  # least tokens of a prefix that is written to disk when another prompt begins with it
 
@@ -62,17 +63,25 @@ class Reader:
         self.parts = set(layer_kinds(self.config)) <= {FULL_ATTENTION, NOTHING}
         self.shares: dict[str, np.ndarray] = {}  # mark of a stored text -> its `shares_of` for the last question
 
-    def keys(self, call: Call) -> dict[int, str]:
-        """Return {end: key} of the prefixes that a call's prompt may share with other prompts. An end is a prefix's
-        number of tokens."""
+    def beginnings(self, call: Call) -> tuple[Beginnings, ...]:
+        """Return what identifies the beginnings that a call's prompt may have in common with other prompts: of the
+        prompt itself, and, if it names a stored text, of a prompt that contains the text instead, up to the text's end.
+        () if the prompt shares nothing."""
         if not call.policy.recall or call.question is not None:
-            return {}
-        prompt = call.whole
-        ends, start = set(range(SHORTEST, len(prompt.ids), BLOCK)) if self.parts else set(), len(prompt.ids)
-        if prompt.text is not None:
-            start, end = prompt.text
-            ends.add(end)
-        return keys_of(call.owner, self.weights, call.policy, self.run, prompt.ids, sorted(ends), call.text, start)
+            return ()
+        ids, text, facts = call.whole.ids, call.whole.text, facts_of(call.owner, self.weights, call.policy, self.run)
+        ends = [*range(SHORTEST, len(ids), BLOCK)] if self.parts else []
+        last = (
+            len(ids) - BLOCK
+        )  # the last tokens' queries may choose slots, so not all of them are left out of the read
+        free = range(SHORTEST, last + 1 if self.parts else 0)
+        if text is None:
+            return (Beginnings(facts, ids, ends, free),)
+        start, stop = text
+        ends = sorted({*ends, stop})
+        inner = [end for end in ends if end <= stop]
+        pasted = Beginnings(facts, ids[: stop + 1], inner, range(SHORTEST, stop if self.parts else 0))
+        return Beginnings(facts, ids, ends, free, self._mark(call), start), pasted
 
     def kept(self, call: Call) -> np.ndarray:
         """Return, for each token of a call's stored text, the share of kv heads that kept its slot for the last
@@ -95,7 +104,7 @@ class Reader:
         it shares with a stored prefix count there."""
         tokens, check = len(call.whole.ids), call.policy.recall_check
         if self._reaches(call.policy, tokens):
-            return self.slot * (tokens - max(call.stored_tokens, self.prefixes.longest(call.keys)) + new)
+            return self.slot * (tokens - max(call.stored_tokens, self.prefixes.known(*call.beginnings)) + new)
         archive = 0 if check is None else tokens + new + check
         return self.slot * (self._widest(call.policy, tokens) + new + archive)
 
@@ -109,22 +118,23 @@ class Reader:
 
     def store(self, call: Call) -> Generator[Step, None, None]:
         """Read a call's stored text, and write its slots to disk, where they outlive this process."""
-        if call.keys:
-            cache, end = yield from self._text(call, *self._known(call))
-            self.prefixes.write(call.keys[end], cache)
+        if call.beginnings and call.whole.text is not None:
+            cache, _ = yield from self._text(call, *self._known(call))
+            self.prefixes.write(call.beginnings[0], call.whole.text[1], cache)
 
     def read(self, call: Call) -> Generator[Step, None, tuple]:
-        """Read a call's prompt from the end of its longest stored prefix on, and store its longest prefix that prompts
-        may share. Returns (cache, logits of the prompt's last token, plan of the policy)."""
-        prompt = call.whole
+        """Read a call's prompt from the end of its longest stored prefix on, and store the prompt if much of it is new.
+        Returns (cache, logits of the prompt's last token, plan of the policy)."""
+        prompt, tokens = call.whole, len(call.whole.ids)
         cache, start = self._known(call)
-        if prompt.text is not None and call.keys:
+        if prompt.text is not None and call.beginnings:
             cache, start = yield from self._text(call, cache, start)
-        policy, asks = self._chosen(call.policy, len(prompt.ids)), self._asking(call)
+        policy, asks = self._chosen(call.policy, tokens), self._asking(call)
         cache, logits, plan = yield from self._through(call, policy, cache, prompt.ids[start:], start, asks)
-        end = max(call.keys, default=0)
-        if self.parts and end - start >= FURTHER and self._fits(end):
-            self.prefixes.put(call.keys, end, cache.recalled().first(end))
+        own = call.beginnings[:1] if self.parts and tokens - start >= FURTHER and self._fits(tokens) else ()
+        for each in own:
+            if each.filed(tokens):  # not a prompt of `SHORTEST` tokens
+                self.prefixes.put(each, tokens, cache.recalled().first(tokens))
         if prompt.text is not None:
             self.shares[self._mark(call)] = shares_of(cache, *prompt.text)
         if policy.recall_check is None:  # else the answer is checked over the slots of all tokens
@@ -135,35 +145,33 @@ class Reader:
         """Return (fork of the cache of the prompt's longest stored prefix, number of the prefix's tokens); (None, 0) if
         none is stored. Prefixes up to the stored text's end are also found if they were stored for a prompt that
         contained the text itself."""
-        _, stop = call.whole.text or (0, 0)
-        pasted = unmarked(call.keys) if stop else {}
-        for end in reversed(call.keys):
-            cache = self.prefixes.get(call.keys, end)
-            if cache is not None and end >= WRITTEN:  # other servers, and this one after a restart, find the file
-                self.prefixes.write(call.keys[end], cache)
-            if cache is None and end <= stop:
-                cache = self.prefixes.get(pasted, end)
-            if cache is not None:
-                call.cached_tokens = end
-                return cache, end
-        return None, 0
+        cache, start = None, 0
+        for each in call.beginnings:
+            longer, end = self.prefixes.get(each, start)
+            if longer is None:
+                continue
+            cache, start = longer, end
+            if each is call.beginnings[0] and end >= WRITTEN:  # other servers, and this one after a restart, find it
+                self.prefixes.write(each, end, cache)
+        call.cached_tokens = start
+        return cache, start
 
     def _text(self, call: Call, cache: EvictionCache | None, start: int) -> Generator[Step, None, tuple]:
         """Read a call's prompt from token `start` to the end of its stored text, without a question. Returns (cache,
         number of its tokens). The cache is stored after every `PIECE` tokens, so that the next request can continue if
         this request ends early."""
-        _, end = call.whole.text or (0, 0)
+        (_, end), own = call.whole.text or (0, 0), call.beginnings[0]
         pieces = range(start // PIECE * PIECE + PIECE, end, PIECE) if self.parts else ()
         for stop in [*pieces, *([end] if start < end else [])]:
             policy = self._chosen(call.policy, stop)
             cache, _, _ = yield from self._through(call, policy, cache, call.whole.ids[start:stop], start)
             whole = cache.recalled()
             if self._fits(stop):
-                self.prefixes.put(call.keys, stop, whole)
+                self.prefixes.put(own, stop, whole)
             cache, start = whole.fork(), stop
             if stop == end:
-                self.prefixes.write(call.keys[end], whole)
-                self.prefixes.tell(call.keys[end], stop * self.slot)
+                self.prefixes.write(own, end, whole)
+                self.prefixes.tell(own, end, end * self.slot)
         return cache, start
 
     def _mark(self, call: Call) -> str:

@@ -155,7 +155,7 @@ class Scheduler:
         if turn.call is None:
             return 0
         call = turn.call
-        left = len(call.whole.ids) - max(call.stored_tokens, self.prefixes.longest(call.keys))
+        left = len(call.whole.ids) - max(call.stored_tokens, self.prefixes.known(*call.beginnings))
         return 2 * left if call.policy.rows.repeats else left
 
     def _fits(self, turn: Turn) -> bool:

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from ..asking.prompts import Tokenizer
 from . import check, fields, log
+from .beginnings import mark_of
 from .call import Call
 from .errors import Json, Refused, of_field, refused
 from .fields import CHAT, COMPLETIONS, TEXTS
@@ -27,7 +28,7 @@ from .metrics import Metrics, progress
 from .options import Options
 from .outgoing import Stream, together, unless_gone
 from .policies import Policies
-from .prefixes import Prefixes, mark_of
+from .prefixes import Prefixes
 from .prompt import parts
 from .scheduler import Scheduler
 from .texts import Texts, checked

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from ..store import files
 from . import log
+from .beginnings import mark_of
 from .errors import Json, Refused
 from .log import Troubles
-from .prefixes import mark_of
 
 FORMAT = "kvevict-text-1"
 LETTERS, BYTES = 100, 240  # most characters of a text's name, and most bytes, because a file has this name

@@ -291,7 +291,7 @@ def test_answers_about_stored_texts_join_without_a_copy(remote, tmp_path, monkey
     gc.collect()
     prefixes, lent = client.server.prefixes, [a - pool.left() for a, pool in zip(before, pools, strict=True)]
     size = sum(n * sum(t[0].nbytes for t in pool.buffers) for n, pool in zip(lent, pools, strict=True))
-    assert len(prefixes._live) == 2 and all(map(in_files, (each[0] for each in prefixes._live.values()))) != remote
+    assert len(prefixes._live) == 2 and all(in_files(each.cache) for each in prefixes._live.values()) != remote
     assert 0.9 * prefixes.live_bytes < size < prefixes.live_bytes if remote else size == prefixes.live_bytes == 0
     for name in ("text", "loaded"):
         client.ask("DELETE", f"/v1/kvevict/texts/{name}")

@@ -16,7 +16,7 @@ import pytest
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, model, said, server, unpatched  # noqa: F401
 
 import kvevict
-from kvevict.serve import prefixes, prompt
+from kvevict.serve import beginnings, prefixes, prompt
 from kvevict.serve.start import server_of
 from kvevict.store import files
 
@@ -192,7 +192,8 @@ def key_of(client) -> list:
     whole = prompt.of_messages(client.server.tokenizer, [dict(role="user", content="")], {}, 2048, TEXT)
     chosen, own = client.server.policies.built(), client.server.manager.reader.weights
     start, end = whole.text
-    return [prefixes.keys_of("everyone", own, *chosen, whole.ids, [end], TEXT, start)[end]]
+    facts, mark = beginnings.facts_of("everyone", own, *chosen), beginnings.mark_of("everyone", TEXT)
+    return [beginnings.Beginnings(facts, whole.ids, [end], mark=mark, start=start).keys[end]]
 
 
 def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog, alone):
