@@ -153,7 +153,7 @@ def drawn(lines, path):
     """Draw the share of same tokens of `take+edie` against the share kept, a line for each kind of work."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.6, 3.6), layout="constrained", dpi=150)
+    figure = Figure(figsize=(6.8, 3.2), layout="constrained", dpi=150)
     axes, points = figure.subplots(), collections.defaultdict(list)
     for line in lines:
         policy, _, share = line["run"].rpartition("@")
@@ -164,13 +164,13 @@ def drawn(lines, path):
         own = {share: points[work, share] for share in shares if (work, share) in points}
         same, items = [100 * sum(each) / len(each) for each in own.values()], max(map(len, own.values()))
         style = dict(color=COLOURS[at], marker=MARKERS[at], markersize=5)
-        axes.plot([*own, 1], [*same, 100], **style, label=f"{work}, {items} items")
+        axes.plot([*own, 1], [*same, 100], **style, label=f"{work} ({items})")
     axes.set_xscale("log", base=2)
     axes.set_xticks([*shares, 1], [*(f"1/{1 / share:.0f}" for share in shares), "all"])
     axes.minorticks_off()
     axes.set(xlabel="share of the slots kept by take+edie", ylabel="tokens as with all slots, %", ylim=(None, 101))
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(path)
 
 
