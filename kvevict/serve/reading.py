@@ -71,9 +71,7 @@ class Reader:
             return ()
         ids, text, facts = call.whole.ids, call.whole.text, facts_of(call.owner, self.weights, call.policy, self.run)
         ends = [*range(SHORTEST, len(ids), BLOCK)] if self.parts else []
-        last = (
-            len(ids) - BLOCK
-        )  # the last tokens' queries may choose slots, so not all of them are left out of the read
+        last = len(ids) - BLOCK  # the last tokens are read again: their queries may choose slots
         free = range(SHORTEST, last + 1 if self.parts else 0)
         if text is None:
             return (Beginnings(facts, ids, ends, free),)
