@@ -5,7 +5,7 @@
  * rows. When their lse is known it goes over the logits again, in the tiles of rows that observe.h has: no product
  * Q K^T is made twice. Each tile of rows has totals of its own, and these are added in ascending order of rows after a
  * wave of ranges, so sums have the order of observe.h for any number of threads. Where scratch would be more than
- * SCRATCH, attend cuts columns, or tile registers multiply (amx.h) and there is no span, the two ops run one after the
+ * SCRATCH, attend cuts columns, or tile registers multiply (amx.h) without a span, the two ops run one after the
  * other. */
 #ifndef KVEVICT_FUSED_H
 #define KVEVICT_FUSED_H
