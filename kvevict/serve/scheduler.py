@@ -236,9 +236,8 @@ class Group:
         there, awaits = self.batch.cache, cache.tiers.awaits
         if self.ahead is not None and self.batch.rows:
             return False
-        if there is not None and (there.tiers.awaits != awaits or not one_prefix([there, cache])):
-            return False
-        if there is not None and awaits and not go_on([there, cache]):
+        shares = go_on if awaits else one_prefix  # `go_on` asks `one_prefix`, too
+        if there is not None and (there.tiers.awaits != awaits or not shares([there, cache])):
             return False
         try:
             self.batch.add(row, cache)
