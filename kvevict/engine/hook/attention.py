@@ -11,7 +11,7 @@ from ...context import context, current
 from ...models import compat, families
 from ..measure import unseen
 from ..memory.layer import EvictionLayer, fit
-from ..read.layer import LayerCall, attend, decide
+from ..read.layer import LayerCall, attend, decide, evict
 from ..read.step import Step, paused
 from .standin import UNTRACED, untraced
 
@@ -103,8 +103,7 @@ def _read(
     with step.meter.clock("attend"):
         out, _ = unseen.attend(step, query, key, value, held, layer.longest(), options)
     if producer in step.unread and step.plan.last_reader[producer] == module.layer_idx:
-        with step.meter.clock("evict"):
-            step.chooser.layer(step.unread.pop(producer))
+        evict(step.unread.pop(producer))
     return out[..., :width]
 
 

@@ -55,7 +55,7 @@ class LatentLayer(EvictionLayer):
             raise RuntimeError(f"{type(module).__name__} attended to keys that were not given to the cache")
         return self.pack(*pending)
 
-    def slots(self, module: torch.nn.Module) -> Later:
+    def held(self, module: torch.nn.Module) -> Later:
         """Return the slots as keys and values of every head. They are expanded from the latents at first use, since
         most decoded tokens do not use them."""
         storage = self.storage.gathered()
@@ -87,7 +87,7 @@ class LatentLayer(EvictionLayer):
         weights = up_projection(module)
         if weights is not None:
             return self._absorbed(*weights, q, columns, **options)
-        slots: Any = self.slots(module)
+        slots: Any = self.held(module)
         none, no_rows = torch.zeros(len(q), dtype=torch.int32, device=q.device), q[:, :, :0]
         out, lse = _ops.attend(q, slots, no_rows, no_rows, none, stop=none, **options)
         if not columns:

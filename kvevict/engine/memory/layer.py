@@ -180,7 +180,7 @@ class EvictionLayer(CacheLayerMixin):
             )
         return None
 
-    def slots(self, module: torch.nn.Module) -> Storage | Later:
+    def held(self, module: torch.nn.Module) -> Storage | Later:
         """Return the keys and values of every head's slots, in one set of buffers as the ops read them."""
         return self.storage.gathered()
 

@@ -41,9 +41,8 @@ class _Noting(Chooser):
         self.errors = errors  # the layers' errors (residual.py), which draft tokens contribute to
         self.rows = defaultdict(list)  # layer -> (q [B, H, 1, D]; k, v [B, heads, 1, D]) of each draft token
 
-    def takes(self, call: LayerCall) -> bool:
+    def token(self, call: LayerCall) -> None:
         self.rows[call.index].append((call.q, call.k, call.v))
-        return False
 
 
 class Drafting(Chooser):

@@ -12,7 +12,7 @@ from ...policy.seen.rows import Observation, Observers
 from ..memory.awaited import OF_ROWS, Awaited
 from .choosers import Chooser, Deciding, choose, store
 from .decisions import Decisions
-from .layer import LayerCall, evict
+from .layer import LayerCall
 from .plan import Plan
 from .step import Step
 
@@ -54,9 +54,8 @@ class Answered(Chooser):
     def __init__(self) -> None:
         self.calls: dict[int, LayerCall] = {}
 
-    def takes(self, call: LayerCall) -> bool:
+    def token(self, call: LayerCall) -> None:
         self.calls[call.index] = call
-        return False
 
     def end(self, step: Step, hidden: torch.Tensor) -> None:
         tiers, sequence = step.cache.tiers, step.cache.sequence
@@ -104,9 +103,8 @@ class Recalling(Deciding):
         super().__init__(decisions)
         self.calls: list[LayerCall] = []
 
-    def takes(self, call: LayerCall) -> bool:
+    def token(self, call: LayerCall) -> None:
         self.calls.append(call)
-        return False
 
     def end(self, step: Step, hidden: torch.Tensor) -> None:
         tiers = step.cache.tiers
@@ -115,12 +113,12 @@ class Recalling(Deciding):
                 tiers.write(call.index, *call.new, call.step.positions, call.step.first, call.step.padding)
         calls, self.calls = self.calls, []
         while calls:  # a call that is done has the only reference to its layer's copies from the host
-            call = calls.pop(0)
-            if not super().takes(call):
-                continue
-            slots = self.slots(call)
-            if slots is not None and call.index in tiers.every:
-                tiers.recall(call.index, slots < step.plan.ranks.counts(call.layer).sum(1))
-                # The token's attention results are over the kept slots only, so they are dropped.
-                call.probs, call.rows = None, replace(call.rows, out=None, lse=None)
-            evict(call)
+            super().token(calls.pop(0))
+
+    def layer(self, call: LayerCall) -> None:
+        slots, tiers = self.slots(call), call.step.cache.tiers
+        if slots is not None and call.index in tiers.every:
+            tiers.recall(call.index, slots < call.step.plan.ranks.counts(call.layer).sum(1))
+            # The token's attention results are over the kept slots only, so they are dropped.
+            call.probs, call.rows = None, replace(call.rows, out=None, lse=None)
+        super().layer(call)

@@ -31,13 +31,12 @@ class Chooser:
     measures = False  # whether `layer` measures the policy's quantities wherever slots carry scores
     looks = True  # whether the chooser reads slots after a decoded token; then a fork's slots must lie in one buffer
 
-    def takes(self, call: LayerCall) -> bool:
-        """Whether the method `layer` is to be called after a decoded token; if not, the layer keeps all slots."""
-        return False
+    def token(self, call: LayerCall) -> None:
+        """Evict slots of a layer that has attended in the step of a decoded token, whose slot is stored already."""
 
     def layer(self, call: LayerCall) -> None:
-        """Evict slots of a layer that has attended, or let the layer wait for its cut. This base class stores all
-        slots."""
+        """Evict slots of a layer that has attended in a chunk, or let the layer wait for its cut. This base class
+        stores all slots."""
         of_tokens = call.step.plan.of_tokens is not None
         store(call, carried=numbers(call)[0] if of_tokens else call.layer.carry)
 
@@ -67,13 +66,11 @@ class Deciding(Chooser):
     def held(self) -> int:  # type: ignore[override]  # the base class has a constant
         return sum(each.call.columns > 0 for each in self.pending.values())
 
-    def takes(self, call: LayerCall) -> bool:
-        """Whether the layer exceeds its budget, or the method `layer` has to update the layer's carried scores. First,
-        if the policy needs this, the layer remembers the decoded token's query row, or adds the token's attention
-        weights to its carried scores."""
-        step, layer, policy = call.step, call.layer, call.step.plan.policy
-        order = step.plan.order[call.module.layer_idx]
-        observing = observes(policy, order, len(step.plan.order))
+    def token(self, call: LayerCall) -> None:
+        """Cut a layer that exceeds its budget after a decoded token. If the policy needs this, the layer first remembers
+        the token's query row, or adds the token's attention weights to its carried scores."""
+        step, layer, policy = call.step, call.layer, call.policy
+        observing = observes(policy, call.order, len(step.plan.order))
         if policy.decode and observing and policy.rows.decoded and not policy.rows.newest:
             row = torch.cat([call.q, call.out.transpose(1, 2)], 3) if step.plan.wants_outputs else call.q
             layer.remember(row, policy.rows.decoded)
@@ -82,10 +79,12 @@ class Deciding(Chooser):
             sums: Any = join("sum", call.probs, layer.carry)
             if slots is None:
                 layer.carry = of_layer(sums, layer)
-                return False
-            if call.index not in step.plan.last_reader and drop(call, slots, sums):
-                return False
-        return slots is not None or (policy.carry == "sum" and observing)
+                return
+            if drop(call, slots, sums):
+                return
+        if slots is not None or (policy.carry == "sum" and observing):
+            with step.meter.clock("evict"):
+                self.layer(call)
 
     def slots(self, call: LayerCall) -> np.ndarray | None:
         """Return the number of slots [B] that a layer keeps after a decoded token; None if it keeps all."""

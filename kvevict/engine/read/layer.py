@@ -40,7 +40,7 @@ class LayerCall:
     out: Any = None  # [B, T, H, D] attention's output
     lse: Any = None  # [B, H, T] log-sum-exp of the logits
     probs: Any = None  # [B, Hkv, C] attention weights of a decoded token, mean over a GQA group; None: not needed
-    held: Any = None  # result of `EvictionLayer.slots`; None before attention
+    held: Any = None  # result of `EvictionLayer.held`; None before attention
     known: dict[Need, Any] = field(default_factory=dict)  # quantities measured so far
 
     index = property(lambda self: self.module.layer_idx)  # the decoder layer's number
@@ -75,7 +75,7 @@ class LayerCall:
         """Make the `Slots` of this layer. counts: slots [B, heads of all ranks], new ones included; ends: number of
         first and of last slots that stay; bounds: positions that scores alone do not decide about."""
         step, layer, columns = self.step, self.layer, self.columns
-        held = layer.slots(self.module) if self.held is None else self.held
+        held = layer.held(self.module) if self.held is None else self.held
         k, v, first = self.k[:, :, :columns], self.v[:, :, :columns], step.first.clamp_max(columns)
         heads, pos = Heads(step.plan.ranks, layer.counts.shape[1]), step.positions[:, :columns].contiguous()
         prompt = layer.prompt if step.decoding and self.policy.keep_prompt else None
@@ -124,10 +124,11 @@ class LayerCall:
         call = replace(self, q=q, hidden=None, out=None, lse=None, probs=None, held=None, known={})
         layer, module, stored = self.layer, self.module, self.slots.stored
         if layer.storage.far:
-            held: Any = Later(lambda: layer.slots(module))
+            held: Any = Later(lambda: layer.held(module))
             stored = Later(lambda: layer.storage.gathered(), len=stored.len, counts=stored.counts)
+            layer.storage.coming = None
         else:
-            held = layer.slots(module)
+            held = layer.held(module)
         kv: Any = replace(self.slots.kv, stored=held)
         call.rows, call.slots = rows, replace(self.slots, stored=stored, kv=kv)
         return call
@@ -166,15 +167,15 @@ def attend(call: LayerCall) -> None:
             )
         call.probs = probs if plan.wants_probs else None
         return
-    _fetch(call)
-    if layer.storage.in_parts and not layer.storage.far:
-        layer.storage = layer.storage.whole()  # the cut and the ops read one buffer
-    call.held = layer.slots(module)
+    step.bring(call.order)
+    call.held = layer.held(module)
     with step.meter.clock("attend"):
         if not _measured(call):
             call.out, call.lse = unseen.attend(step, call.q, call.k, call.v, call.held, layer.longest(), call.options)
     if layer.sequence.coming[0] != call.columns:
         layer.sequence.fix()  # not every column gets a slot here, so crop() cannot tell which slots to remove
+    step.meter.watch(call.new[0], call.tokens, 1 + step.chooser.held)
+    step.meter.weigh(call.index, step.cache.tiers.every.get(call.index, layer.storage), *call.to_store)
 
 
 def _measured(call: LayerCall) -> bool:
@@ -196,27 +197,16 @@ def _measured(call: LayerCall) -> bool:
     return False
 
 
-def _fetch(call: LayerCall) -> None:
-    """Start to copy slots from the host's memory: those of the layer, and those of the next layer, which arrive while
-    the layer computes. While layers wait for their cuts, the next layer's slots are not copied yet, since the device
-    also has to hold the slots of a waiting layer."""
-    step, order = call.step, call.order
-    following = order + (1 if step.chooser.held else 2)
-    for index in [*step.plan.order][order:following]:
-        step.cache.layers[index].storage.fetch()
-
-
 def decide(call: LayerCall) -> None:
     """Let the step's chooser evict slots of a layer that has attended, or, if other layers read its slots, do so after
     the last of these layers has attended. The layers of a token that is being recorded are only noted."""
     step = call.step
     if step.attended is not None:
         step.attended.append(replace(call, step=None))  # type: ignore[arg-type]  # `decide_later` sets it
-    elif _is_due(call):
-        if call.index in step.plan.last_reader:
-            step.unread[call.index] = call
-        else:
-            evict(call)
+    elif call.index in step.plan.last_reader:
+        step.unread[call.index] = call
+    else:
+        evict(call)
 
 
 def decide_later(step: Step, attended: list[LayerCall]) -> None:
@@ -229,26 +219,18 @@ def decide_later(step: Step, attended: list[LayerCall]) -> None:
             probs = probs.clone() if layer.carry is None else probs  # else adding them to `carry` copies
         q = q.clone() if layer.decode_queries is None else q
         call = replace(call, step=step, q=q, probs=probs, known={})
-        if _is_due(call):
-            evict(call)
-
-
-def _is_due(call: LayerCall) -> bool:
-    """Whether slots of the layer may be evicted. Before that, let a decoded token's slot carry its score, if the policy
-    needs this."""
-    step, layer, plan = call.step, call.layer, call.step.plan
-    if step.decoding:
-        if plan.of_tokens is not None and observes(plan.policy, call.order, len(plan.order)):
-            carry_newest(layer, plan.of_tokens.tokens(*given(call, [plan.of_tokens]).values()))
-        return step.chooser is not None and step.chooser.takes(call)
-    step.meter.watch(call.new[0], call.tokens, 1 + step.chooser.held)
-    step.meter.weigh(call.index, step.cache.tiers.every.get(call.index, layer.storage), *call.to_store)
-    return True
+        evict(call)
 
 
 def evict(call: LayerCall) -> None:
-    """Let the step's chooser evict slots of a layer."""
-    storage = call.layer.storage
-    with call.step.meter.clock("evict"):
-        call.step.chooser.layer(call)
-    storage.coming = None
+    """Let the step's chooser evict slots of a layer that has attended. Before that, let a decoded token's slot carry its
+    score, if the policy needs this."""
+    step, plan = call.step, call.step.plan
+    if not step.decoding:
+        with step.meter.clock("evict"):
+            step.chooser.layer(call)
+        return
+    if plan.of_tokens is not None and observes(plan.policy, call.order, len(plan.order)):
+        carry_newest(call.layer, plan.of_tokens.tokens(*given(call, [plan.of_tokens]).values()))
+    if step.chooser is not None:
+        step.chooser.token(call)

@@ -137,10 +137,20 @@ class Step(CallRows):
         if self.decoding:
             self.cache.tick(layers, ROOM_TO_REPLAY if self.plan.records(self.positions.device) else ROOM)
 
+    def bring(self, order: int) -> None:
+        """Bring the slots of the evicting layer number `order`, which is about to attend in a chunk, into one buffer on
+        its device. Copies of the next layer's slots from the host's memory begin, too, and arrive while this layer
+        computes, unless layers wait for their cuts: then the device also has to hold the slots of a waiting layer."""
+        layers = [self.cache.layers[index] for index in self.plan.order]
+        for layer in layers[order : order + (1 if self.chooser.held else 2)]:
+            layer.storage.fetch()
+        if layers[order].storage.in_parts and not layers[order].storage.far:
+            layers[order].storage = layers[order].storage.whole()
+
     def _needs_copy(self, layer: EvictionLayer) -> bool:
         """True if this step needs all slots of a forked layer in one buffer from the start, because choosers, layers
         that read another layer's slots, and layers that are cut several times (CAKE) see only the buffer of the slots
-        appended to the fork. Otherwise `attend` copies a chunk's slots one layer at a time."""
+        appended to the fork. Otherwise `bring` copies a chunk's slots one layer at a time."""
         if self.plan.readers or (self.plan.policy.layers.cascades and not self.decoding):
             return True
         looks = self.chooser is not None and self.chooser.looks
