@@ -132,7 +132,7 @@ def columns_of(cache: Cache, batch: int) -> int:
     if not isinstance(cache, EvictionCache):
         return columns
     sequence = cache.sequence
-    if sequence.half_read and sequence.thread != threading.get_ident():
+    if sequence.half_read not in (0, threading.get_ident()):
         raise ValueError(OF_ANOTHER_THREAD)
     if sequence.half_read or sequence.columns != columns:
         raise ValueError(HALF_READ)

@@ -50,6 +50,17 @@ class Awaited:
         rows: Any = {name: torch.nn.functional.pad(x, front[name]) for name, x in held.items()}
         return replace(self, skip=self.skip + gap, **rows)
 
+    def row(self, at: int) -> Awaited:
+        """Return batch row `at`, with the same slots and its own counts of them, since a `Table` may change the kept
+        slots' counts."""
+        own = slice(at, at + 1)
+        held = {name: getattr(self, name) for name in ("slots", "skip", "head_offsets", *OF_ROWS)}
+        rows: Any = {name: None if x is None else x[own] for name, x in held.items()}
+        first, last = self.protected
+        bounds = Bounds(*(None if x is None else x[own] for x in self.bounds))
+        kept = None if self.kept is None else self.kept.aliased([at])
+        return replace(self, protected=(first[own], last[own]), bounds=bounds, kept=kept, **rows)
+
     def tensors(self) -> tuple:
         own = () if self.kept is None else self.kept.tensors()
         return *own, *self.protected, *self.bounds, self.skip, self.q, self.out, self.lse
@@ -59,8 +70,7 @@ class Awaited:
 class Answering:
     """The phase of a batch row whose answer attends to the slots of all tokens, and has not chosen among them yet."""
 
-    asked: Mapping[int, Awaited]  # layer -> what it kept at the prompt's end
-    row: int  # the answer's batch row in `asked`
+    asked: Mapping[int, Awaited]  # layer -> what it kept at the prompt's end, in this batch row
     # For each token of the answer: ({layer: the token's query row}, the answer's batch row in these)
     tokens: tuple[tuple[Mapping[int, Rows], int], ...] = ()
 
@@ -72,26 +82,14 @@ class Answering:
         """Remove the answer's last `count` tokens."""
         return replace(self, tokens=self.tokens[: len(self.tokens) - count])
 
-    def kept(self, index: int) -> Storage | None:
-        """Return the slots of the answer's batch row that layer `index` has put aside, for reading only."""
-        kept = self.asked[index].kept
-        return None if kept is None else kept.aliased([self.row])
-
     def at(self, index: int) -> Awaited:
-        """Return what layer `index` kept in the answer's batch row, with the query rows of the answer's tokens after
-        those of the prompt."""
-        asked, own = self.asked[index], slice(self.row, self.row + 1)
+        """Return what layer `index` kept, with the query rows of the answer's tokens after those of the prompt."""
         rows: Any = {
-            name: torch.cat([x[own], *(each[index][name][b : b + 1] for each, b in self.tokens)], dim)
+            name: torch.cat([x, *(each[index][name][b : b + 1] for each, b in self.tokens)], dim)
             for name, dim in OF_ROWS.items()
-            if (x := getattr(asked, name)) is not None
+            if (x := getattr(self.asked[index], name)) is not None
         }
-        first, last = asked.protected
-        bounds = Bounds(*(None if x is None else x[own] for x in asked.bounds))
-        return replace(
-            asked, slots=asked.slots[own], protected=(first[own], last[own]), bounds=bounds, skip=asked.skip[own],
-            kept=None, head_offsets=None, **rows,
-        )  # fmt: skip
+        return replace(self.asked[index], **rows)
 
     def joins(self, other: Answering) -> bool:
         """Whether this answer and `other` can choose in one batch: both have put their kept slots aside, and both know

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -30,8 +31,8 @@ class Sequence:
         self.coming: tuple[int, np.ndarray | int] = (0, 0)
         self.archived = 0  # number of first columns whose slots are in `Tiers.every`
         self.removing: int | None = None  # number of tokens that a running `EvictionCache.crop` removes
-        self.half_read = False  # True while a call changes the cache, and after such a call has ended with an error
-        self.thread: int | None = None  # id of the thread in which the last call that changes the cache began
+        # Id of the thread whose call changes the cache, and after an error has left the cache half read; 0: none
+        self.half_read = 0
         self.packed: tuple[tuple[int, int], ...] = ()  # (start, stop) of columns whose padding was moved to the left
         self.next_position: torch.Tensor | None = None  # int64 [B] position of the next token; None: equal to `seen`
         self.policy: Any = None  # the Policy of the last read; None: unknown (a loaded cache), or no read yet
@@ -41,6 +42,14 @@ class Sequence:
     def removable(self) -> int:
         """The number of last columns that `crop` may remove."""
         return max(0, self.columns - self.floor)
+
+    def begin(self) -> None:
+        """Mark the cache as half read: a call changes it from now on, until `settle`."""
+        self.half_read = threading.get_ident()
+
+    def settle(self) -> None:
+        """End the call that changes the cache."""
+        self.half_read = 0
 
     def fix(self) -> None:
         """Forbid `crop` to remove any column read so far, the running step's columns included."""

@@ -133,16 +133,14 @@ class Tiers:
         prompt's end aside, until the answers' own rows choose, or until `settle`. If the slots of all tokens are in the
         host's memory, they stay there, and the answers attend to the kept slots. asked: layer -> what it kept."""
         found = {index: self._put_aside(index, each) for index, each in asked.items()}
-        self.answers = [Answering(found, row) for row in range(len(next(iter(found.values())).slots))]
+        rows = range(len(self.sequence.seen))  # type: ignore[arg-type]  # tokens were read
+        self.answers = [Answering({index: each.row(row) for index, each in found.items()}) for row in rows]
 
     def _put_aside(self, index: int, asked: Awaited) -> Awaited:
         if self.every[index].on_host:
             return replace(asked, lse=None)
         layer = self.layers[index]
-        kept = layer.storage
-        # Copies, since the cache's `Table` may overwrite the originals
-        kept = replace(kept, len=kept.len.clone(), counts=kept.counts.copy())
-        asked = replace(asked, kept=kept, head_offsets=layer.head_offsets)
+        asked = replace(asked, kept=layer.storage, head_offsets=layer.head_offsets)
         self._restore(index, self.every[index])
         return asked
 
@@ -192,16 +190,16 @@ class Tiers:
         answer's tokens."""
         answers, self.answers = self.answers, []
         for index, layer in self.layers.items() if answers else ():
-            kept = [each and each.kept(index) for each in answers]
-            if all(each is None for each in kept):
+            asked = [each and each.asked[index] for each in answers]
+            if all(each is None or each.kept is None for each in asked):
                 continue
             rows = [layer.storage.aliased([row]) for row in range(len(answers))]
-            for row, (each, own) in enumerate(zip(answers, kept, strict=True)):
-                if each is not None and own is not None:
+            for row, (each, own) in enumerate(zip(answers, asked, strict=True)):
+                if each is not None and own is not None and own.kept is not None:
                     since = rows[row].last(len(each.tokens))
-                    rows[row] = own.moved(own.grown(own.counts + since.counts)).followed_by(since)
+                    rows[row] = own.kept.moved(own.kept.grown(own.kept.counts + since.counts)).followed_by(since)
             layer.storage = joined(rows)
-            layer.head_offsets = together([each and _offsets(each, index) for each in answers])
+            layer.head_offsets = together([each and each.head_offsets for each in asked])
 
     def end(self) -> None:
         """Free the slots of all tokens, since no turn follows, except in layers whose answer is still to choose from
@@ -214,7 +212,7 @@ class Tiers:
 
     def kept(self, index: int) -> Storage:
         """Return the slots that layer `index` kept at its last cut, even while they are put aside, for reading only."""
-        kept, storage = [each and each.kept(index) for each in self.answers], self.layers[index].storage
+        kept, storage = [each and each.asked[index].kept for each in self.answers], self.layers[index].storage
         if all(each is None for each in kept):
             return storage
         return joined([storage.aliased([row]) if one is None else one for row, one in enumerate(kept)])
@@ -268,8 +266,3 @@ class Tiers:
     def _restore(self, index: int, every: Every) -> None:
         layer = self.layers[index]
         layer.storage, layer.head_offsets = here(layer, forked(every)), None
-
-
-def _offsets(answer: Answering, index: int) -> np.ndarray | None:
-    offsets = answer.asked[index].head_offsets
-    return None if offsets is None else offsets[answer.row : answer.row + 1]

@@ -67,8 +67,8 @@ class Deciding(Chooser):
         return sum(each.call.columns > 0 for each in self.pending.values())
 
     def token(self, call: LayerCall) -> None:
-        """Cut a layer that exceeds its budget after a decoded token. If the policy needs this, the layer first remembers
-        the token's query row, or adds the token's attention weights to its carried scores."""
+        """Cut a layer that exceeds its budget after a decoded token. If the policy needs this, the layer first
+        remembers the token's query row, or adds the token's attention weights to its carried scores."""
         step, layer, policy = call.step, call.layer, call.policy
         observing = observes(policy, call.order, len(step.plan.order))
         if policy.decode and observing and policy.rows.decoded and not policy.rows.newest:
@@ -210,8 +210,8 @@ def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor |
         if call.policy.recall and call.columns:
             read = call.step.read
             expected = 0 if read is None else np.array(read.seen)[:, None]
-            k, v = call.to_store
-            call.step.cache.tiers.write(call.index, k, v, slots.pos, slots.kv.first, call.padding, expected)
+            new = *call.to_store, slots.pos, slots.kv.first, call.padding
+            call.step.cache.tiers.write(call.index, *new, expected)
     if not call.step.decoding:
         call.step.meter.live[call.index] = layer.live_bytes()
 

@@ -223,8 +223,8 @@ def decide_later(step: Step, attended: list[LayerCall]) -> None:
 
 
 def evict(call: LayerCall) -> None:
-    """Let the step's chooser evict slots of a layer that has attended. Before that, let a decoded token's slot carry its
-    score, if the policy needs this."""
+    """Let the step's chooser evict slots of a layer that has attended. Before that, a decoded token's slot gets its
+    score to carry, if the policy needs this."""
     step, plan = call.step, call.step.plan
     if not step.decoding:
         with step.meter.clock("evict"):

@@ -2,7 +2,6 @@
 each read as [chunk | appended rows], and slots are evicted after each chunk. Tokens after a prompt are one span."""
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -58,7 +57,7 @@ class Spans:
         self.output = output
 
     def settle(self) -> None:
-        """End the model's call: note the next position of each batch row, and that the cache is not half read."""
+        """End the model's call, and note the next position of each batch row."""
         arguments, sequence = self.arguments, self.cache.sequence
         packed, before = arguments.packing.place is not None, sequence.next_position
         if packed:
@@ -67,12 +66,7 @@ class Spans:
         if packed or before is not None:
             after = (arguments.positions()[:, -1] + 1).masked_fill(arguments.first == arguments.tokens, 0)
             sequence.next_position = after if before is None else torch.maximum(before, after)
-        sequence.half_read = False
-
-    def _begin(self) -> None:
-        """Mark the cache as half read: it changes from now on, until `settle`."""
-        sequence = self.cache.sequence
-        sequence.half_read, sequence.thread = True, threading.get_ident()
+        sequence.settle()
 
     def _through(self, step: Step) -> Any:
         """Run the decoder for a step, and let its chooser end the step. Returns the decoder's output."""
@@ -93,7 +87,7 @@ class Spans:
         chooser: Chooser | None = Chooser()
         if decodes and arguments.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
-        self._begin()
+        sequence.begin()
         answers = decodes and tiers.awaits and not arguments.rolls_back
         answers = answers and sequence.policy == policy  # sequence.policy has read the prompt
         if not answers:
@@ -120,7 +114,7 @@ class Spans:
         meter = Meter((index, self.cache.tiers.kept(index).live_bytes()) for index in self.plan.order)
         with meter.clock("read"):
             prompt = Prefill(self.arguments, self.run, meter)
-            self._begin()
+            self.cache.sequence.begin()
             prompt.begin()
             for chunk, ahead, chooser in prompt.chunks():
                 yield span(self.arguments, chunk.start, chunk.end, meter, chooser, prompt.read, chunk, ahead)
