@@ -184,7 +184,7 @@ class Reader:
         store slots as the same kind (`Run.kv`)."""
         layers = [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
         for layer in layers:
-            layer.storage = layer.storage.gathered().as_prefix()
+            layer.hold(layer.storage.gathered().as_prefix(), layer.head_offsets)
         if cache.sequence.run.kv == self.run.kv:
             self.pools.hold(cache)
 

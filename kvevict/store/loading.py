@@ -145,7 +145,7 @@ def _fill_layer(
     fill = _fill_evicted if fact["kind"] == families.FULL_ATTENTION else _fill_sliding
     fill(layer, mine, fact, shape, dtype)
     if isinstance(layer, EvictionLayer) and (stay or away):
-        layer.storage = _before(layer.storage, stay, device if away else None)
+        layer.hold(_before(layer.storage, stay, device if away else None))
     if ranks.size > 1 and "len" in whole:
         ranks.note(layer, np.array(whole["len"].tolist()))
         layer.prompt = np.array(whole["prompt"].tolist()) if "prompt" in whole else None
@@ -250,7 +250,7 @@ def _fill_evicted(layer: EvictionLayer, tensors: dict, fact: dict, shape: tuple,
     layer.lazy_initialization(length.new_empty(batch, heads, 0, dim, dtype=dtype))
     slots, counts = (tensors["k"], tensors["v"], tensors["pos"]), np.array(length.tolist())
     layer.kinds = kinds
-    layer.storage = Storage.packed(*slots, counts, layer.storage.like, tensors.get("centre"), kinds)
+    layer.hold(Storage.packed(*slots, counts, layer.storage.like, tensors.get("centre"), kinds))
     layer.sequence.columns, layer.sequence.seen = fact["columns"], np.array(tensors["seen"].tolist())
     layer.budget = np.array(tensors["budget"].tolist())
     for name in OPTIONAL:

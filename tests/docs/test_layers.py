@@ -126,6 +126,17 @@ def test_what_counts(file, text, found):
     assert upward(Path(file), text) == found
 
 
+def assigning(text: str, name: str) -> bool:
+    """Whether a file assigns an attribute `name` of an object."""
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute))
+    return any(node.attr == name and isinstance(node.ctx, ast.Store) for node in nodes)
+
+
+def test_only_a_layer_changes_which_slots_it_has():
+    assert [name_of(file) for file in FILES if assigning(text_of(file), "storage")] == ["engine/memory/layer"]
+    assert assigning("layer.storage, x = 1, 2", "storage") and not assigning("x = layer.storage", "storage")
+
+
 def test_any_is_not_used_more_often():
     """mypy asks for the types of every function; `Any` says nothing. The number may only fall."""
     nodes = (node for file in FILES for node in ast.walk(ast.parse(text_of(file))))

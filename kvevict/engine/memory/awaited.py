@@ -55,7 +55,7 @@ class Awaited:
         slots' counts."""
         own = slice(at, at + 1)
         held = {name: getattr(self, name) for name in ("slots", "skip", "head_offsets", *OF_ROWS)}
-        rows: Any = {name: None if x is None else x[own] for name, x in held.items()}
+        rows: dict = {name: None if x is None else x[own] for name, x in held.items()}
         first, last = self.protected
         bounds = Bounds(*(None if x is None else x[own] for x in self.bounds))
         kept = None if self.kept is None else self.kept.aliased([at])

@@ -92,7 +92,7 @@ class EvictionCache(DynamicCache):
         if not table.holds([layer.storage for layer in layers]):
             ready = [layer for layer in layers if layer.is_represented]  # hook/attention.py counts for the other layers
             for layer in ready:
-                layer.storage = layer.storage.with_room(layer.expected, room)
+                layer.make_room(room)
             table.take([layer.storage for layer in ready])
         table.tick()
 

@@ -45,8 +45,7 @@ def begun(layer: EvictionLayer) -> Storage:
         slots = empty(layer).with_all(replace(storage, prefix=None) if storage.far else storage.gathered())
         host.wait()  # for the copy, since decoding may move the layer's slots
         return slots
-    layer.storage = storage.as_prefix()
-    slots, files = layer.storage.forked(), _files(layer)
+    slots, files = layer.shared(), _files(layer)
     if files is not None:
         slots.pool = files  # slots of later tokens go to buffers in files
     return slots

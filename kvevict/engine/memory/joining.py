@@ -47,7 +47,8 @@ class Pools:
             if not held.regions:
                 held = held.moved(layer.counts)
             if held.regions:
-                layer.storage, layer.pool = held, pool
+                layer.hold(held, layer.head_offsets)
+                layer.pool = pool
 
 
 def obstacle(cache: EvictionCache) -> str | None:
@@ -151,7 +152,7 @@ def _joined(layers: tuple[EvictionLayer, ...]) -> EvictionLayer:
     """Concatenate the batch rows of one layer of several caches."""
     first = layers[0]
     whole = copy.copy(first)
-    whole.storage = joined([layer.storage for layer in layers])
+    whole.hold(joined([layer.storage for layer in layers]))
     whole.expected = max(layer.expected for layer in layers)
     whole.budget = together([layer.budget for layer in layers])
     whole.decode_queries = together([layer.decode_queries for layer in layers])

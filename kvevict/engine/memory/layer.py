@@ -18,7 +18,7 @@ from .carried import of_layer
 from .pool import SlotPool
 from .ranks import Ranks
 from .sequence import Sequence
-from .storage import Decoded, Storage
+from .storage import ROOM, Decoded, Storage
 from .stored import Later
 
 HALF_READ = "past_key_values was left half read by an error; read the prompt into a new one"
@@ -83,10 +83,9 @@ class EvictionLayer(CacheLayerMixin):
         instead."""
         twin = copy.copy(self)
         if storage is not None:
-            twin.storage, twin.head_offsets = storage, None
+            twin.hold(storage)
         elif self.is_initialized:
-            self.storage = self.storage.as_prefix()
-            twin.storage = self.storage.forked()
+            twin.storage = self.shared()
         return twin
 
     # -- called by Transformers -------------------------------------------------------------------------------------
@@ -139,7 +138,24 @@ class EvictionLayer(CacheLayerMixin):
         if self.sequence.removing:
             self.drop_last(self.sequence.removing)
 
-    # -- called by the cache ----------------------------------------------------------------------------------------
+    # -- called by the cache, which changes slots by these methods alone --------------------------------------------
+
+    def hold(self, storage: Storage, head_offsets: np.ndarray | None = None) -> None:
+        """Attend to the slots in `storage` from now on. head_offsets: as the attribute."""
+        self.storage, self.head_offsets = storage, head_offsets
+
+    def shared(self) -> Storage:
+        """Return a fork of the slots, which become a prefix that the layer shares with the fork."""
+        self.storage = self.storage.as_prefix()
+        return self.storage.forked()
+
+    def gather(self) -> None:
+        """Copy a fork's slots, which lie in several buffers, into one; of a far storage, to the layer's device."""
+        self.storage = self.storage.whole()
+
+    def make_room(self, room: int = ROOM) -> None:
+        """Make room for one more slot in every head, and for `room` slots if buffers have to grow."""
+        self.storage = self.storage.with_room(self.expected, room)
 
     def drop_last(self, count: int) -> None:
         """Remove the last `count` slots of every head."""
@@ -264,7 +280,7 @@ class EvictionLayer(CacheLayerMixin):
 
     def tick(self) -> None:
         """Count one more slot in every head, which the next `decode` writes."""
-        self.storage = self.storage.with_room(self.expected)
+        self.make_room()
         self.storage.tick()
 
     def remember(self, row: Tensor, most: int) -> None:

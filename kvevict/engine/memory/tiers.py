@@ -81,7 +81,7 @@ class Tiers:
             assert isinstance(every, Storage)  # not `Apart`: batch rows have centres before they are joined
             _, centre, known = layer.packing(None, *seen)
             self.every[index] = every = every.centred_at(centre.to(every.device), known)
-            layer.storage = layer.storage.centred_as(every)  # after a recall the layer has these slots
+            layer.hold(layer.storage.centred_as(every), layer.head_offsets)  # after a recall it has these slots
 
     def append_last(self) -> None:
         """Add the slots of the tokens decoded since the last read; at first, all slots of each layer."""
@@ -111,7 +111,7 @@ class Tiers:
         copy."""
         for index, every in self.every.items():
             layer = self.layers[index]
-            layer.storage, layer.head_offsets = before(layer, every), None
+            layer.hold(before(layer, every))
 
     def share(self) -> None:
         """Let every layer, which keeps all slots, share those of all tokens, so that they are not stored twice, except
@@ -125,7 +125,7 @@ class Tiers:
         layer, every = self.layers[index], self.every[index]
         if every.on_host:
             host.wait()  # this step's decoded row must arrive there before the host moves it
-        layer.storage, layer.head_offsets = here_in(layer, every, due), None
+        layer.hold(here_in(layer, every, due))
         layer.storage.fetch()
 
     def ask(self, asked: Mapping[int, Awaited]) -> None:
@@ -198,8 +198,7 @@ class Tiers:
                 if each is not None and own is not None and own.kept is not None:
                     since = rows[row].last(len(each.tokens))
                     rows[row] = own.kept.moved(own.kept.grown(own.kept.counts + since.counts)).followed_by(since)
-            layer.storage = joined(rows)
-            layer.head_offsets = together([each and each.head_offsets for each in asked])
+            layer.hold(joined(rows), together([each and each.head_offsets for each in asked]))
 
     def end(self) -> None:
         """Free the slots of all tokens, since no turn follows, except in layers whose answer is still to choose from
@@ -265,4 +264,4 @@ class Tiers:
 
     def _restore(self, index: int, every: Every) -> None:
         layer = self.layers[index]
-        layer.storage, layer.head_offsets = here(layer, forked(every)), None
+        layer.hold(here(layer, forked(every)))

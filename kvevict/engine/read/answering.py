@@ -81,7 +81,7 @@ def _choose(call: LayerCall, asked: Awaited, since: np.ndarray) -> None:
     layer, plan = call.layer, call.step.plan
     with call.step.meter.clock("evict"), layer.storage.here():
         if not layer.storage.far:
-            layer.storage = layer.storage.whole()
+            layer.gather()
         first, last = asked.protected
         last = last + _ops.upload(since, last.device, torch.int32)
         call.slots = call.slots_of(plan.ranks.counts(layer), (first, last), asked.bounds)

@@ -133,7 +133,7 @@ class Step(CallRows):
         layers = [self.cache.layers[index] for index in self.plan.order]
         for layer in layers:
             if layer.storage.prefix is not None and self._needs_copy(layer):
-                layer.storage = layer.storage.whole()
+                layer.gather()
         if self.decoding:
             self.cache.tick(layers, ROOM_TO_REPLAY if self.plan.records(self.positions.device) else ROOM)
 
@@ -145,7 +145,7 @@ class Step(CallRows):
         for layer in layers[order : order + (1 if self.chooser.held else 2)]:
             layer.storage.fetch()
         if layers[order].storage.in_parts and not layers[order].storage.far:
-            layers[order].storage = layers[order].storage.whole()
+            layers[order].gather()
 
     def _needs_copy(self, layer: EvictionLayer) -> bool:
         """True if this step needs all slots of a forked layer in one buffer from the start, because choosers, layers
