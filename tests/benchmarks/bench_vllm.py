@@ -21,7 +21,7 @@ def measure(a):
 
     options = None if a.engine == "plain" else dict(budget=a.budget, period=a.period, policy=a.policy, kv=a.kv)
     llm = LLM(
-        model=a.model, dtype="bfloat16", max_model_len=a.longest, max_num_batched_tokens=a.period, max_num_seqs=16,
+        model=a.model, dtype=a.dtype, max_model_len=a.longest, max_num_batched_tokens=a.period, max_num_seqs=16,
         kv_cache_memory_bytes=a.memory << 20, enforce_eager=True, seed=0, enable_prefix_caching=False,
         additional_config={} if options is None else dict(kvevict=options),
         **(dict(
@@ -68,6 +68,7 @@ def main():
     p.add_argument("--period", type=int, default=512)
     p.add_argument("--policy", default="take+edie")
     p.add_argument("--kv", default="model", help="how kvevict stores slots")
+    p.add_argument("--dtype", default="bfloat16")
     p.add_argument("--longest", type=int, default=8192, help="max_model_len")
     p.add_argument("--memory", type=int, default=2048, help="MiB for KV")
     p.add_argument("--tokens", type=int, default=7500, help="of the prompt")

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 import policy_cases
 import states_host
 
-PERIOD = policy_cases.CHUNK = states_host.CHUNK = 512
 NEW = 40  # most tokens of an answer
+SIDES = ["ends", "before", "none"]
 
 
 class OneCopy(States):
@@ -65,15 +65,16 @@ def turning(model):
     return turn
 
 
-def answer(side, model, tokenizer, ids, question, budget):
+def answer(side, model, tokenizer, ids, question, budget, period):
     """The first line of an answer to a prompt of ids."""
+    policy_cases.CHUNK = states_host.CHUNK = period
     states_host.States = OneCopy if side == "before" else States
-    host = states_host.Host(model, "take+edie", budget, torch.bfloat16, blocks=1)
+    host = states_host.Host(model, "take+edie", budget, model.dtype, blocks=1)
     if side == "before":
         ids, OneCopy.size, OneCopy.turn = question + ids, len(question), turning(host.made)
     elif side == "ends":
-        ids, host.copies = with_copies(ids, question, PERIOD)
-    logits = host.read(torch.tensor(ids), range(PERIOD, len(ids), PERIOD))[-1]
+        ids, host.copies = with_copies(ids, question, period)
+    logits = host.read(torch.tensor(ids), range(period, len(ids), period))[-1]
     said = []
     while len(said) < NEW and "\n" not in tokenizer.decode(said):
         said.append(int(logits.argmax()))
@@ -88,15 +89,15 @@ def measure(a, lines):
     facts = map(json.loads, a.facts.read_text("utf-8").splitlines())
     right = {line["id"] for line in facts if line["side"] == "plain" and line["right"]}
     tokenizer = AutoTokenizer.from_pretrained(a.model)
-    model = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(a.model, dtype=a.dtype).eval()
     settings = TaskSettings(tokenizer, a.tokens, a.texts, haystack=a.haystack)
     for case in TASKS.find("asked/opened")(settings):
         prompt = encode(tokenizer, case.context, case.question, opening=case.opening)
-        for side in ("ends", "before", "none") if case.id in right else ():
+        for side in a.sides if case.id in right else ():
             if (side, case.id) in known:
                 continue
             question = ids_of(tokenizer, case.said)[-32:]
-            said = answer(side, model, tokenizer, prompt.context + prompt.question, question, a.budget)
+            said = answer(side, model, tokenizer, prompt.context + prompt.question, question, a.budget, a.chunk)
             line = dict(side=side, id=case.id, said=said, right=METRICS.find(case.metric)(said, case.answers))
             with open(a.out, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -112,12 +113,17 @@ def main():
     p.add_argument("--tokens", type=int, default=6000)
     p.add_argument("--texts", type=int, default=8, help="with eight questions each")
     p.add_argument("--budget", type=int, default=500)
+    p.add_argument("--chunk", type=int, default=512, help="the period")
+    p.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    p.add_argument("--dtype", default="bfloat16")
     a = p.parse_args()
     lines = [json.loads(line) for line in a.out.read_text("utf-8").splitlines()] if a.out.exists() else []
     if not a.table:
         return measure(a, lines)
-    for side in ("ends", "before", "none"):
+    for side in SIDES:
         right = [line["right"] for line in lines if line["side"] == side]
+        if not right:
+            continue
         mean, low, high = (100 * x for x in of_scores(right))
         print(f"{side:8} {sum(right):3.0f} of {len(right)}, {mean:3.0f} % [{low:.0f}, {high:.0f}]")
 

@@ -16,13 +16,19 @@ LONGEST = 512
 ASKING = ["--scheduler-cls", QUESTIONS["scheduler_cls"], "--logits-processors", *QUESTIONS["logits_processors"]]
 ASKING += ["--middleware", "kvevict.vllm.asked.InPrompt"]
 EVICTS = dict(budget=32, period=16, policy="take+edie", probe=8)
+FITS = dict(budget=LONGEST, period=16, policy="snapkv", window=8)
 PLACE = dict(
     type="object", required=["city", "days"], additionalProperties=False,
     properties=dict(city=dict(enum=["Rome", "Oslo"]), days=dict(enum=[1, 2, 3])),
 )  # fmt: skip
 SCHEMA = dict(type="json_schema", json_schema=dict(name="place", schema=PLACE))
+WEATHER = dict(type="function", function=dict(name="weather", parameters=PLACE, strict=True))
+NAMED = dict(type="function", function=dict(name="weather"))
+NO_SPACE = {str(token): -100 for token in tiny.byte_tokenizer()(" \t\r\n")["input_ids"]}
+CALL = dict(tools=[WEATHER], logit_bias=NO_SPACE | {"259": 100}, max_tokens=120)  # one call that ends
 # A random model would fill an answer of any form with spaces.
 FORMS = ["--structured-outputs-config", json.dumps(dict(backend="xgrammar", disable_any_whitespace=True))]
+TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 CHAT = dict(model="m", messages=[dict(role="user", content="abc? " * 40)], temperature=0, max_tokens=80)
 LINE = dict(model="m", temperature=0, max_tokens=30, stream=True, extra_body=dict(ignore_eos=True))
 
@@ -73,6 +79,71 @@ def answer(client, text, leaves=False, **more):
             if leaves:
                 return None
     return "".join(found)
+
+
+def refusal(ask, **request):
+    """The status and the words with which a server refuses a request."""
+    import openai
+
+    with pytest.raises(openai.APIStatusError) as refused:
+        ask(**request)
+    return refused.value.status_code, refused.value.message
+
+
+def tour(one):
+    """What a client gets that uses each part of the API; a client that leaves comes before the last answer."""
+    chat, completion = one.chat.completions.create, one.completions.create
+    first, second = drawn_texts(random.Random(3), 2)
+    prompt = dict(model="m", prompt=first, temperature=1, seed=5, max_tokens=60)
+    talk = CHAT | dict(messages=[dict(role="user", content=second)])
+    whole, plain = chat(**talk, logprobs=True, top_logprobs=2), completion(**prompt)
+    streamed = [*chat(**talk, stream=True, stream_options=dict(include_usage=True))]
+    form = chat(**CHAT, response_format=SCHEMA).choices[0]
+    calls = [chat(**CHAT | CALL, tool_choice=choice).choices[0].message.tool_calls for choice in (NAMED, "required")]
+    stop = re.search("[ -~]{2}", plain.choices[0].text[12:])[0]
+    bad = [dict(max_tokens=-1), dict(prompt="a" * (LONGEST + 1)), dict(temperature=-1), dict(n=0)]
+    return dict(
+        chat=[whole.choices[0].message.content, whole.usage.model_dump(), whole.choices[0].finish_reason],
+        likely=[[other.token for other in each.top_logprobs] for each in whole.choices[0].logprobs.content],
+        stream="".join(part.choices[0].delta.content or "" for part in streamed if part.choices),
+        end=[streamed[-1].usage.model_dump(), streamed[-2].choices[0].finish_reason],
+        form=[form.message.content, form.finish_reason],
+        calls=[[call.function.model_dump() for call in each or ()] for each in calls],
+        text=[plain.choices[0].text, plain.usage.model_dump()],
+        stop=[stop, completion(**prompt, stop=[stop]).choices[0].model_dump()],
+        two=[sorted(each.text for each in completion(**prompt, n=2).choices) for _ in range(2)],
+        refused=[refusal(completion, **prompt | each) for each in bad],
+        left=answer(one, first, leaves=True),
+        last=answer(one, first),
+    )  # fmt: skip
+
+
+def test_a_client_gets_what_plain_vllm_gives(tmp_path, model):
+    """Where everything fits: chat, stream, tool calls, a JSON schema, usage, logprobs, stop, n, bad requests, a client
+    that leaves. Then kvevict's own refusals."""
+    found = []
+    for options in (None, FITS):
+        with client(model, tmp_path, *FORMS, *TOOLS, *(ASKING if options else []), kvevict=options) as one:
+            found.append(tour(one))
+            if options:
+                asked = [
+                    CHAT | dict(extra_body=dict(vllm_xargs=dict(kvevict_question=question)))
+                    for question in ("abc? abc?", "xyz", " ")
+                ]
+                assert one.chat.completions.create(**asked[0]).usage == one.chat.completions.create(**CHAT).usage
+                for bad, why in zip(asked[1:], ("is not in the prompt", "must be a text"), strict=True):
+                    status, said = refusal(one.chat.completions.create, **bad)
+                    assert status == 400 and f"kvevict_question {why}" in said
+    plain, mine = found
+    assert mine == plain
+    assert plain["stream"] == plain["chat"][0] != "" and plain["left"] is None and plain["last"]
+    assert json.loads(plain["form"][0])["city"] in ("Rome", "Oslo")
+    for (call,) in plain["calls"]:
+        assert call["name"] == "weather" and json.loads(call["arguments"])["days"] in (1, 2, 3)
+    stop, stopped = plain["stop"]
+    assert stopped["finish_reason"] == "stop" and stopped["text"] == plain["text"][0].partition(stop)[0] != ""
+    assert plain["two"][0] == plain["two"][1] and len({*plain["two"][0]}) == 2
+    assert [status for status, _ in plain["refused"]] == [400] * 4
 
 
 def test_three_clients_get_their_own_answers(tmp_path, model):
