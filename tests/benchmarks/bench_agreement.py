@@ -11,7 +11,8 @@ policies read in one chunk, and it is read once; what observes under `take+edie`
 runs that read the context alone; all slots of the question, which comes after it, stay, as in `kvevict.answer`. *nats*
 is an answer's mean negative log likelihood above that of all slots. --write: runs that also write an answer, which gets
 LongBench's score. Writes a line per item and run, skips those that OUT has, and prints means by kind of work with 95 %
-intervals (bootstrap over items). Without --model it prints OUT's, and draws those of `take+edie` as --picture.
+intervals (bootstrap over items). --against: a run from which the others' differences over the same items are printed,
+too. Without --model it prints OUT's, and draws those of `take+edie` as --picture.
 """
 
 import collections
@@ -149,6 +150,21 @@ def shown(lines):
             print(text)
 
 
+def differences(lines, base):
+    """Print, by run, the mean differences from the run `base` over the items of both."""
+    runs = collections.defaultdict(dict)
+    for line in lines:
+        runs[line["run"]][line["id"]] = line
+    others = runs.pop(base)
+    for run, own in runs.items():
+        both = [(own[item], other) for item, other in others.items() if item in own]
+        for name in ("same", "nats", "score"):
+            apart = [mine[name] - other[name] for mine, other in both if name in mine and name in other]
+            if apart:
+                mean, low, high = interval(apart)
+                print(f"{run:34} {name} above {base} {mean:+.4f} [{low:+.4f}, {high:+.4f}] n {len(apart)}")
+
+
 def drawn(lines, path):
     """Draw the share of same tokens of `take+edie` against the share kept, a line for each kind of work."""
     from matplotlib.figure import Figure
@@ -178,13 +194,15 @@ def drawn(lines, path):
 def main():
     args = arguments(
         __doc__, "out", model="", data="", dtype="bfloat16", length=4000, cases=3, most=160, task="longbench",
-        haystack="",        recall=False, runs=[""], alone=[""], later=[""], write=[""], picture="",
+        haystack="", recall=False, runs=[""], alone=[""], later=[""], write=[""], against="", picture="",
     )  # fmt: skip
     torch.set_num_threads(1)
     out = Path(args.out)
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     if not args.model:
         shown(done)
+        if args.against:
+            differences(done, args.against)
         return drawn(done, args.picture) if args.picture else None
     known = {(line["id"], line["run"]) for line in done}
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
