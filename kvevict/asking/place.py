@@ -19,9 +19,11 @@ END = 256  # tokens; a question that starts farther from the prompt's end is not
 
 
 def in_last_part(span: tuple, tokens: int, before: int = 0) -> bool:
-    """Return whether a question's span starts so near to the end of a prompt of `tokens` tokens, which is read after
-    `before` earlier tokens, that the request around the question may reach the prompt's end."""
-    return tokens - span[0] <= min(END, (before + tokens) // 2)
+    """Return whether the request around a question may reach the end of a prompt of `tokens` tokens, which is read
+    after `before` earlier tokens: the question's span starts near the end, or no more tokens follow it than it has."""
+    start, stop = span
+    most = min(END, (before + tokens) // 2)
+    return tokens - start <= most or tokens - stop <= min(most, stop - start)
 
 
 def warn_if_long(policy: Policy, needed: int, seen: int) -> None:

@@ -234,6 +234,16 @@ def test_as_much_of_a_request_as_half_of_the_budget_holds(net):
                 assert kept or sum(position >= end - sizes[0] for position in head) <= 3 * half // 4
 
 
+@pytest.mark.parametrize("chunk", [None, 400])
+def test_a_question_that_is_longer_than_the_part_near_the_end(net, chunk):
+    """It does not stand before the text, where it would be dropped if a quarter of the budget does not hold it."""
+    asked = f"{'The lamp, the old man said, was lit before the ships came in. ' * 5}{ASKED}"
+    ids, rest = row(f"{TEXT * 3}\n\n{asked} {ASKED}"), len(f"{asked} {ASKED}")
+    for named in (asked, f"{asked} {ASKED}"):
+        kept = slots(net, ids, question=named, tokenizer=tiny.byte_tokenizer(), budget=2 * rest, chunk_size=chunk)
+        assert not holes(kept, ids.shape[1] - rest, ids.shape[1])
+
+
 def test_a_request_in_a_batch(net):
     """Each row its own; a row without a question keeps the policy's last slots."""
     ids, mask = side_by_side([f"{TEXT * 2}\n\n{TAIL}", f"{TEXT}\n\n{BEFORE} {ASKED}", f"{TEXT * 9}"[:340]])
@@ -424,7 +434,7 @@ REFERS = "Those were the pages. What is your answer?"
     (f"Can you help me with it?\n\n{ASKED} {TEXT * 9}\n\nNow then. {ASKED}", [ASKED], ASKED),
     (f"It is this. {TEXT * 9}\n\nIs it?", ["Is it?"], None),
     (f"{TEXT * 4}{ASKED} {TEXT * 5}\n\n{ASKED} {MORE}", [ASKED], ASKED),
-    (f"{TEXT * 9}\n\n{ASKED}", [ASKED], None), (ASKED, [ASKED], ASKED),
+    (f"{TEXT * 9}\n\n{ASKED}", [ASKED], None), (ASKED, [ASKED], None),
 ])  # fmt: skip
 def test_the_question_before_the_text(turn, asks, before):
     tok = tiny.byte_tokenizer()
