@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import tiny
 from recalling import SNAPKV, decoded, every
-from tiny import prompt
+from tiny import prompt, relative
 
 import kvevict
 from kvevict.engine.hook import attention as hook
@@ -101,6 +101,22 @@ def test_what_is_saved_moved_and_freed(model, place, tmp_path):
         assert all(one() is not None for one in slots)
         long_turn(model, fork)
         assert every(fork) == [] and all(one() is None for one in slots)
+
+
+def test_a_fork_that_decodes_on(model, tmp_path):
+    """What it decoded before and after lies in several buffers: these slots alone are copied to be saved."""
+    with kvevict.evicting(model, **OPTIONS | dict(budget=TURN // 2)):
+        cache = model(prompt(1, TURN)["input_ids"], logits_to_keep=1).past_key_values
+        decoded(model, cache)
+        fork = cache.fork()
+        decoded(model, fork, (8, 9))
+        with Made() as made:
+            kvevict.save_cache(fork, tmp_path / "file")
+        assert made.most == ROW * (3 + 2) * LAYERS
+        loaded = kvevict.load_cache(tmp_path / "file", model)
+        turn = prompt(1, 20, seed=2)["input_ids"]
+        want, got = (model(turn, **{CACHE: each}, logits_to_keep=1).logits for each in (fork, loaded))
+    assert relative(got, want) < 1e-5
 
 
 def test_a_text_that_goes_on_after_its_parts(model, tmp_path):

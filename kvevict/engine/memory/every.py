@@ -76,7 +76,11 @@ def followed(layer: EvictionLayer, every: Any) -> Any:
 
 def last(layer: EvictionLayer, every: Every, count: int) -> Storage:
     """Return the layer's last `count` slots of each head, packed as `every` packs its rows."""
-    slots = layer.storage.last(count)
+    storage, own = layer.storage, np.minimum(count, layer.storage.counts)
+    slots = storage.last(count if storage.far else own)
+    if storage.prefix is not None and not storage.far and (own < count).any():  # a fork, which has decoded since
+        before = replace(storage.prefix.last(count - own), pool=None)
+        slots = before.moved(before.counts + own).followed_by(slots)
     return slots if every.kinds == slots.kinds else _near(layer, every).with_all(slots)
 
 

@@ -119,8 +119,8 @@ class Stored(Held):
         return *prefix, *(t[:lent] for t in self.buffers), self.offset, self.len, *centre
 
     def last(self: S, count: int | np.ndarray) -> S:
-        """Return a view of the last `count` slots of each head, for reading only. count: one number, or [B]."""
-        counts = np.zeros_like(self.counts) + np.reshape(count, (-1, 1))
+        """Return a view of the last `count` slots of each head, for reading only. count: one number, or [B, Hkv]."""
+        counts = 0 * self.counts + count
         if self.prefix is not None and (self.counts < counts).any():
             return self.gathered().last(count)
         length = _ops.upload(counts, self.device, torch.int32)
