@@ -86,7 +86,7 @@ def _represent(
 def _stored_form(layer: EvictionLayer, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Cast tensors to the dtype of the layer's first keys (autocast may give later keys another dtype), and pad them to
     one width."""
-    return fit(*(x.to(layer.dtype) for x in tensors))
+    return fit(*[x.to(layer.dtype) for x in tensors])
 
 
 def _read(

@@ -26,7 +26,7 @@ HALF_READ = "past_key_values was left half read by an error; read the prompt int
 
 def fit(*tensors: Tensor) -> list[Tensor]:
     """Pad tensors [..., D], whose D may differ, with zeros to one common width, a multiple of 8 as the ops require."""
-    width = -(-max(t.shape[-1] for t in tensors) // 8) * 8
+    width = -(-max([t.shape[-1] for t in tensors]) // 8) * 8
     return [t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]
 
 

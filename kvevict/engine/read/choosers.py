@@ -69,8 +69,8 @@ class Deciding(Chooser):
     def token(self, call: LayerCall) -> None:
         """Cut a layer that exceeds its budget after a decoded token. If the policy needs this, the layer first
         remembers the token's query row, or adds the token's attention weights to its carried scores."""
-        step, layer, policy = call.step, call.layer, call.policy
-        observing = observes(policy, call.order, len(step.plan.order))
+        step, layer, policy = call.step, call.layer, call.step.plan.policy
+        observing = observes(policy, step.plan.order[call.module.layer_idx], len(step.plan.order))
         if policy.decode and observing and policy.rows.decoded and not policy.rows.newest:
             row = torch.cat([call.q, call.out.transpose(1, 2)], 3) if step.plan.wants_outputs else call.q
             layer.remember(row, policy.rows.decoded)
