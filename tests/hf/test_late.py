@@ -42,7 +42,7 @@ def state(cache):
         heads = [[each.tolist() for each in row] for row in layer.positions()]
         slots.append((heads, layer.keys.tolist(), layer.values.tolist(), layer.counts.tolist()))
     following = None if sequence.next_position is None else sequence.next_position.tolist()
-    return slots, sequence.columns, sequence.seen.tolist(), sequence.removable, sequence.archived, following
+    return slots, sequence.columns, sequence.seen.tolist(), sequence.removable, cache.tiers.columns, following
 
 
 def both(work, policy="snapkv", family="llama", **options):

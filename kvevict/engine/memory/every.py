@@ -62,9 +62,8 @@ def appended(
     return every.append(k, v, pos, first, padding, expected)
 
 
-def followed(layer: EvictionLayer, every: Any) -> Any:
-    """Append the slots of the tokens since the last read to `every`, a `Storage` or an `Apart`."""
-    count = layer.sequence.columns - layer.sequence.archived
+def followed(layer: EvictionLayer, every: Any, count: int) -> Any:
+    """Append the slots of the last `count` tokens to `every`, a `Storage` or an `Apart`."""
     if not count:
         return every
     every = every.centred_as(layer.storage)

@@ -144,7 +144,7 @@ def part(cache: EvictionCache, rows: Items[int]) -> EvictionCache:
     more."""
     apart = cache.with_layers(copy.copy(cache.sequence), map(copy.copy, cache.layers))
     apart.batch_select_indices(torch.tensor(rows, dtype=torch.long))
-    apart.sequence.trim()
+    apart.tiers.columns -= apart.sequence.trim()
     return apart
 
 

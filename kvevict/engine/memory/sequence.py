@@ -29,7 +29,6 @@ class Sequence:
         self.floor = 0
         # (columns of the running step; number of tokens, without padding, among them: [B], or one for all batch rows)
         self.coming: tuple[int, np.ndarray | int] = (0, 0)
-        self.archived = 0  # number of first columns whose slots are in `Tiers.every`
         self.removing: int | None = None  # number of tokens that a running `EvictionCache.crop` removes
         # Id of the thread whose call changes the cache, and after an error has left the cache half read; 0: none
         self.half_read = 0
@@ -90,7 +89,6 @@ class Sequence:
     def crop(self, count: int) -> None:
         assert self.seen is not None
         self.columns -= count
-        self.archived = min(self.archived, self.columns)
         self.seen = np.maximum(self.seen - count, 0)
         if self.next_position is not None:
             self.next_position = self.next_position - count
@@ -102,14 +100,15 @@ class Sequence:
         if self.next_position is not None:
             self.next_position = self.next_position[rows]
 
-    def trim(self) -> None:
-        """Remove the columns that are padding in all batch rows."""
+    def trim(self) -> int:
+        """Remove the columns that are padding in all batch rows. Returns their number."""
         assert self.seen is not None
         longest = int(self.seen.max())
         gone = max(0, self.columns - longest)
-        self.columns, self.floor, self.archived = self.columns - gone, self.floor - gone, self.archived - gone
+        self.columns, self.floor = self.columns - gone, self.floor - gone
         if (self.seen == longest).all():
             self.next_position = None
+        return gone
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Return the position of each batch row's next token: int64 [B]."""
@@ -122,7 +121,7 @@ class Sequence:
         """Concatenate the batch rows of several sequences. A row with fewer columns than the longest counts as padded
         at its left."""
         whole = copy.copy(each[0])
-        whole.columns = whole.archived = max(one.columns for one in each)
+        whole.columns = max(one.columns for one in each)
         whole.floor = whole.columns - min(one.removable for one in each)
         whole.seen = np.concatenate([one.seen for one in each])
         whole.next_position = torch.cat([one.positions(device) for one in each])

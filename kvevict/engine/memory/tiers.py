@@ -32,8 +32,9 @@ class Tiers:
 
     def __init__(self, sequence: Sequence, layers: dict[int, EvictionLayer]) -> None:
         self.sequence, self.layers = sequence, layers  # the tokens read; decoder layer -> its cache layer
-        # Layer -> the slots of the first `sequence.archived` columns; {} if the policy of the last read did not recall
+        # Layer -> the slots of the first `columns` columns; {} if the policy of the last read did not recall
         self.every: dict[int, Every] = {}
+        self.columns = 0
         # The phase of each batch row: an answer that attends to all slots and is still to choose; None: the row attends
         # to kept slots. []: all rows do
         self.answers: list[Answering | None] = []
@@ -41,7 +42,7 @@ class Tiers:
     def on(self, sequence: Sequence, layers: dict[int, EvictionLayer]) -> Tiers:
         """Return the same for copies of the layers."""
         twin = Tiers(sequence, layers)
-        twin.every, twin.answers = {**self.every}, [*self.answers]
+        twin.every, twin.columns, twin.answers = {**self.every}, self.columns, [*self.answers]
         return twin
 
     # -- new tokens -------------------------------------------------------------------------------------------------
@@ -55,7 +56,7 @@ class Tiers:
             self.append_last()
         else:
             self.every = {}  # this read adds no slots, so its tokens would be missing
-        self.sequence.archived = self.sequence.columns
+        self.columns = self.sequence.columns
 
     def write(
         self, index: int, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray,
@@ -65,7 +66,7 @@ class Tiers:
         layer, sequence = self.layers[index], self.sequence
         every = self.every[index] if index in self.every else empty(layer)
         self.every[index] = appended(layer, every, k, v, pos, first, padding, expected)
-        sequence.archived = sequence.columns + sequence.coming[0]
+        self.columns = sequence.columns + sequence.coming[0]
 
     @torch.no_grad()
     def represent(self, index: int, kind: str, *seen: Any) -> None:
@@ -91,7 +92,12 @@ class Tiers:
 
     def _append_last(self, index: int) -> None:
         layer, every = self.layers[index], self.every.get(index)
-        self.every[index] = begun(layer) if every is None else followed(layer, in_place(layer, every))
+        self.every[index] = begun(layer) if every is None else followed(layer, in_place(layer, every), self._since)
+
+    @property
+    def _since(self) -> int:
+        """The number of tokens whose slots are in the layers alone."""
+        return self.sequence.columns - self.columns
 
     @staticmethod
     def wait() -> None:
@@ -172,7 +178,7 @@ class Tiers:
         for index in away:
             self._append_last(index)
         if away:
-            self.sequence.archived = self.sequence.columns
+            self.columns = self.sequence.columns
         coming = iter(away)
         self._come(next(coming, None))
         for index in answers[0].asked:
@@ -219,7 +225,7 @@ class Tiers:
     def whole(self, index: int) -> Storage:
         """Return the slots of all tokens in layer `index`, those decoded since the last read included, for a fork."""
         layer = self.layers[index]
-        return here(layer, followed(layer, forked(self.every[index])))
+        return here(layer, followed(layer, forked(self.every[index]), self._since))
 
     def pieces(self, index: int) -> list[Every]:
         """Return the slots of all tokens in layer `index` as a list of storages in the order of their tokens: the kept
@@ -230,8 +236,7 @@ class Tiers:
         every = self.every[index].centred_as(layer.storage)
         if every.on_host:
             host.wait()  # for rows that are still on their way there
-        count = self.sequence.columns - self.sequence.archived
-        return [every, last(layer, every, count)] if count else [every]
+        return [every, last(layer, every, self._since)] if self._since else [every]
 
     def tensors(self) -> tuple:
         """Return all tensors that take up memory beside the layers."""
@@ -241,9 +246,10 @@ class Tiers:
 
     def crop(self, count: int) -> None:
         """Remove the last `count` tokens, before `Sequence.crop` does."""
-        gone = self.sequence.archived + count - self.sequence.columns  # number of removed tokens that are in `every`
+        gone = count - self._since  # number of removed tokens that are in `every`
         if gone > 0:  # crop a fork, since other caches may share the slots
             self.every = {index: every.as_prefix().crop(gone) for index, every in self.every.items()}
+            self.columns -= gone
         self.answers = [each and each.crop(count) for each in self.answers]
 
     def select(self, rows: list[int]) -> None:
@@ -256,6 +262,7 @@ class Tiers:
     def joined(cls, each: Items[Tiers], sequence: Sequence, layers: dict[int, EvictionLayer]) -> Tiers:
         """Concatenate the batch rows. `append_last` must have been called where one of them has slots of all tokens."""
         whole = cls(sequence, layers)
+        whole.columns = sequence.columns
         whole.every = {index: Apart.of([one.every[index] for one in each]) for index in each[0].every}
         if any(one.awaits for one in each):
             none = [[None] * len(one.sequence.seen) for one in each]  # type: ignore[arg-type]  # none is empty
