@@ -193,7 +193,9 @@ def choose(call: LayerCall, slots: np.ndarray) -> Choice:
 def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor | None = None) -> None:
     """Store the surviving slots in the layer, and the scores `carried` of all alive slots, as far as they survive.
     choice: the slots that survive; None: all do."""
-    layer, slots = call.layer, call.slots
+    layer, slots, tiers = call.layer, call.slots, call.step.cache.tiers
+    if not call.step.decoding:
+        call.step.meter.weigh(call.index, tiers.every.get(call.index, layer.storage), *call.to_store)
     if choice is not None:
         for watcher in call.step.watchers:
             watcher.cut(call, choice)
@@ -211,7 +213,7 @@ def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor |
             read = call.step.read
             expected = 0 if read is None else np.array(read.seen)[:, None]
             new = *call.to_store, slots.pos, slots.kv.first, call.padding
-            call.step.cache.tiers.write(call.index, *new, expected)
+            tiers.write(call.index, *new, expected)
     if not call.step.decoding:
         call.step.meter.live[call.index] = layer.live_bytes()
 

@@ -175,7 +175,6 @@ def attend(call: LayerCall) -> None:
     if layer.sequence.coming[0] != call.columns:
         layer.sequence.fix()  # not every column gets a slot here, so crop() cannot tell which slots to remove
     step.meter.watch(call.new[0], call.tokens, 1 + step.chooser.held)
-    step.meter.weigh(call.index, step.cache.tiers.every.get(call.index, layer.storage), *call.to_store)
 
 
 def _measured(call: LayerCall) -> bool:
