@@ -21,6 +21,7 @@ TYPES = [
     "llama", "mistral", "qwen2", "qwen3", "phi3", "glm4", "stablelm", "granite", "olmo2", "cohere", "nemotron",
     "starcoder2",
 ]  # fmt: skip
+REAL = os.environ.get("KVEVICT_VLLM_MODELS", "").split()
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,14 @@ def test_tokens_are_vllms_where_everything_fits(tmp_path):
     plain = vllm(tmp_path, models, runs)
     for policy, tokens in (("edie", 256), ("snapkv", 37)):
         assert vllm(tmp_path, models, runs, FITS | dict(policy=policy), max_num_batched_tokens=tokens) == plain
+
+
+@pytest.mark.skipif(not REAL, reason="KVEVICT_VLLM_MODELS names no folders of trained models")
+@pytest.mark.parametrize("llm", [{}, dict(model_impl="transformers"), dict(enforce_eager=False)])
+def test_tokens_of_trained_models_are_vllms(tmp_path, llm):
+    runs = [dict(do="greedy", prompts=prompts([5, 60, 131]), new=40)]
+    plain = vllm(tmp_path, REAL, runs, **llm)
+    assert vllm(tmp_path, REAL, runs, FITS | dict(policy="edie"), **llm) == plain
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "edie", "paasvn", "chunkkv:c=4", "streaming", "keydiff"])
@@ -135,12 +144,13 @@ def test_compiled_and_by_transformers_implementation(tmp_path, llama):
 
 
 def test_two_processes_with_half_of_the_heads_each(tmp_path, llama):
-    """Tensor parallel, under a policy whose heads keep equally many slots."""
+    """Tensor parallel, under a policy whose heads keep equally many slots, with copies of questions."""
     folder, _ = llama
-    runs = [dict(do="greedy", prompts=prompts([90, 40, 7]), new=40)]
+    drawn = dict(do="asked", prompts=prompts([90, 40, 7]), new=40, temperature=1, seed=5)
+    runs = [drawn | dict(question=question) for question in ("w3 w4", None)]
     options = dict(budget=BUDGET, period=PERIOD, policy="take+edie", probe=4)
-    one, two = (vllm(tmp_path, [folder], runs, options, tensor_parallel_size=n) for n in (1, 2))
-    assert one == two
+    one, two = (vllm(tmp_path, [folder], runs, options, tensor_parallel_size=n, **QUESTIONS) for n in (1, 2))
+    assert one == two and one[0][0] != one[0][1]
 
 
 def adapter(folder, model):
