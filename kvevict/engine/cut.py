@@ -242,12 +242,17 @@ def _check(policy: Policy, counts: np.ndarray, least: np.ndarray, slots: Slots, 
 def _equal(policy: Policy, slots: Slots, select: Selection, keep: np.ndarray) -> np.ndarray | None:
     """The number of slots [B, heads] that each head keeps, on the host, if the policy gives all heads equally many;
     None: the number depends on scores, which are on the device."""
-    equal = _inherits(policy.heads, Equal.keep, Equal.reserve) and _inherits(select, Selection.trim_to_runs)
-    if not equal or slots.prompt is not None:
+    if not is_equal(policy, select) or slots.prompt is not None:
         return None
     counts = slots.all_counts
     each = shares(keep, np.arange(counts.shape[1]))
     return each if ((np.minimum(counts, policy.protected) <= each) & (each <= counts)).all() else None
+
+
+def is_equal(policy: Policy, select: Selection) -> bool:
+    """Whether the policy gives all heads equally many slots, if these are whole runs of `select`, whatever the
+    scores."""
+    return _inherits(policy.heads, Equal.keep, Equal.reserve) and _inherits(select, Selection.trim_to_runs)
 
 
 def _within(keep: torch.Tensor, slots: Slots, ranks: torch.Tensor, bar: np.ndarray | None) -> torch.Tensor:

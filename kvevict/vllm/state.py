@@ -3,6 +3,9 @@
 A state is all that a layer stores for one request, in one block of vLLM's cache (shape.py). Heads may keep unequal
 numbers of slots. Head h begins after the slots that head h - 1 kept and the room for one period, so the slots of all
 heads fit in the planes however they are split over the heads.
+
+Where a policy gives all heads equally many slots, the host knows every count, and no step reads a number from the
+device. Where heads compete, the host reads the counts of a request that has several rows in a step or ends a period.
 """
 
 from collections.abc import Iterator
@@ -13,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.cut import Choice, chosen, cut, protected, ranked
+from ..engine.cut import Choice, chosen, cut, is_equal, protected, ranked
 from ..engine.measure.quantities import measured
 from ..engine.memory.ranks import ALONE
 from ..engine.memory.stored import Stored
@@ -43,6 +46,7 @@ class Singles(NamedTuple):
     blocks: Tensor  # int64 [n] blocks of the requests
     tokens: Tensor  # int64 [n] number of tokens that each request has read before this step
     since: Tensor  # int32 [n, 1] number of these tokens since the last whole period
+    newest: int  # the largest of these numbers
     periods: tuple  # each request's (block, number of whole periods)
     last: list[Ending]  # those of the rows that observe in their period or end it
 
@@ -59,9 +63,10 @@ class Singles(NamedTuple):
             for r, (block, before) in enumerate(both)
             if options.place(before) >= 0 or options.ends(before + 1)
         ]
-        since = _ops.upload([[before % period] for before in tokens], device, torch.int32)
+        since = [before % period for before in tokens]
         periods = tuple((block, before // period) for block, before in both)
-        return cls(_ops.upload(blocks, device), _ops.upload(tokens, device), since, periods, last)
+        own = (_ops.upload([[each] for each in since], device, torch.int32), max(since))
+        return cls(_ops.upload(blocks, device), _ops.upload(tokens, device), *own, periods, last)
 
 
 class States:
@@ -71,6 +76,8 @@ class States:
         """Make the views of `cache` [blocks, 2, 1, numbers of a plane], in which each of the two planes of all blocks
         must be dense. attention: the options `scale`, `softcap` and `sinks` of the layer's attention."""
         self.shape, self.layer, self.attention, self.options = shape, layer, attention, shape.options
+        policy = self.options.policy
+        self.equal = is_equal(policy, policy.selection(layer))  # whether all heads keep equally many slots
         heads, dim, near, window = shape.heads, shape.dim, shape.near_keys, shape.options.window
         planes = [cache[:, i, 0].view(torch.uint8) for i in range(2)]  # [blocks, bytes of a plane]
         assert all(plane.is_contiguous() for plane in planes), cache.stride()
@@ -125,13 +132,12 @@ class States:
         """The slots of the request in `block`, which has read `tokens` tokens. Their rows are counted from the block's
         first row."""
         end = tokens - copies.before(tokens, self.options.period)
-        return self._stored(block, tokens, tokens % self.options.period, end)
+        return self._stored(block, tokens % self.options.period, end)
 
-    def _stored(self, block: int, tokens: int, since: int, end: int) -> Stored:
-        """The slots that a request with `tokens` tokens kept at its last eviction, and the `since` ones after them, the
-        last of which has the position end - 1."""
-        period, heads = self.options.period, self.shape.kv_heads
-        kept = self.kept[block].cpu().numpy() if tokens >= period else np.zeros(heads, np.int32)
+    def _stored(self, block: int, since: int, end: int) -> Stored:
+        """The slots that a request kept at its last eviction, and the `since` ones after them, the last of which has
+        the position end - 1."""
+        kept, period = self._kept(block, end - since), self.options.period
         starts = np.cumsum(kept + period) - kept - period
         if since:  # `decode` stores no positions
             new = torch.arange(since, device=self.device)
@@ -146,6 +152,13 @@ class States:
             k, v, self.positions[block], _ops.upload(starts, self.device), length, centre, *self.shape.kinds,
             counts=counts, starts=starts, like=self.like,
         )  # fmt: skip
+
+    def _kept(self, block: int, tokens: int) -> np.ndarray:
+        """The number of slots [Hkv] that each head kept at the last eviction, which was after `tokens` tokens without
+        copies (0: there was none)."""
+        if tokens and not self.equal:
+            return self.kept[block].cpu().numpy()
+        return np.full(self.shape.kv_heads, min(tokens, self.options.slots))
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int, copies: Copies = NONE) -> Tensor:
         """Attend with the next T tokens of the request in `block`, which has read `tokens` tokens before, and store
@@ -163,7 +176,9 @@ class States:
     def _read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int, first: int) -> Tensor:
         if self.centres is not None and not tokens:
             self.centres[block] = k[0]
-        stored, rows = self._stored(block, tokens, tokens % self.options.period, first), len(q)
+        if self.sums is not None and not tokens:
+            self.sums[block] = 0
+        stored, rows = self._stored(block, tokens % self.options.period, first), len(q)
         queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
         position = torch.arange(first, first + rows, dtype=torch.int32, device=self.device)[None]
         _ops.compact(stored, keys, values, position, self.none, None, stored.len + rows, stored)
@@ -174,7 +189,7 @@ class States:
             columns, end = stored.longest() + rows, self.none + rows
             options = dict(causal=True, reduce="sum", columns=columns) | self.attention
             sums = _ops.score(queries, self.none, stored, keys, self.none, end, lse, **options)
-            self._add(torch.tensor([block], device=self.device), stored.offset, stored.len, rows, sums)
+            self._add(_ops.upload([block], self.device), stored.offset, stored.len + rows, sums)
         place = self.options.place(tokens)
         new = min(rows, rows + place)  # number of these rows that are among the period's observing rows
         if new > 0:
@@ -188,14 +203,15 @@ class States:
         queries, keys, values = (x.unsqueeze(2) for x in (q, k, v))
         key, value = self.shape.row_bytes
         together = [slice(None)] if key == value else [slice(i, i + 1) for i in range(len(q))]
-        columns = 0 if self.sums is None else int(length.max()) + 1
+        most = self.options.slots * (1 if self.equal else self.shape.kv_heads)  # that a head keeps at an eviction
+        columns = 0 if self.sums is None else most + step.newest + 1
         done = [
             _ops.decode(queries[i], keys[i], values[i], step.since[i], held, columns=columns, **self.attention)
-            for i, held in zip(together, self._held(step.blocks, start, length), strict=True)
+            for i, held in zip(together, self._held(step, start, length), strict=True)
         ]
         out = done[0][0] if len(done) == 1 else torch.cat([each[0] for each in done])
         if self.sums is not None:
-            self._add(step.blocks, start, length, 1, torch.cat([each[2] for each in done]))
+            self._add(step.blocks, start, length + 1, torch.cat([each[2] for each in done]))
         for row, block, before, copies in step.last:
             if (place := self.options.place(before)) >= 0:
                 self._watch(q[row], block, place)
@@ -203,16 +219,16 @@ class States:
                 self.cut(block, before + 1, copies)
         return out[:, 0]
 
-    def _held(self, blocks: Tensor, start: Tensor, length: Tensor) -> Iterator[_ops.Held]:
-        """Yield the slots of n requests: together if the rows of keys and of values have equally many bytes, so that a
-        block begins at the same row of both, else one request after the other."""
+    def _held(self, step: Singles, start: Tensor, length: Tensor) -> Iterator[_ops.Held]:
+        """Yield the slots of a step's n requests: together if the rows of keys and of values have equally many bytes,
+        so that a block begins at the same row of both, else one request after the other."""
         key, value = self.shape.row_bytes
-        centre, kinds = None if self.centres is None else self.centres[blocks], self.shape.kinds
+        centre, kinds = None if self.centres is None else self.centres[step.blocks], self.shape.kinds
         if key == value:
-            offset = start + (blocks * (self.shape.plane_bytes // key))[:, None]
+            offset = start + (step.blocks * (self.shape.plane_bytes // key))[:, None]
             yield _ops.Held(self.k, self.v, self.no_positions, offset, length, centre, *kinds)
             return
-        for i, block in enumerate(blocks.tolist()):
+        for i, (block, _) in enumerate(step.periods):
             at = self.first_rows(block)
             k, v = (x[first : first + self.shape.rows] for x, first in zip((self.k, self.v), at, strict=True))
             of = None if centre is None else centre[i : i + 1]
@@ -231,15 +247,14 @@ class States:
         assert stored.centre is not None
         return (k + stored.centre[:, :, None]).to(self.like.dtype), v.to(self.like.dtype)
 
-    def _add(self, blocks: Tensor, start: Tensor, length: Tensor, new: int, sums: Tensor) -> None:
-        """Add the attention weights [n, Hkv, C] that n requests' new rows give to each slot. start, length [n, Hkv]:
-        the slots before the `new` ones, whose sums begin here."""
+    def _add(self, blocks: Tensor, start: Tensor, length: Tensor, sums: Tensor) -> None:
+        """Add the attention weights sums [n, Hkv, C] that n requests' new rows give to each slot. start, length
+        [n, Hkv]: where the heads' slots begin in their blocks, and their number, the new ones included."""
         assert self.sums is not None
         column = torch.arange(sums.shape[2], device=self.device)
-        there, at = column < (length + new)[..., None], start[..., None] + column
-        block, at = blocks[:, None, None].expand_as(at)[there], at[there]
-        had = (column < length[..., None])[there]
-        self.sums[block, at] = torch.where(had, self.sums[block, at], 0) + sums[there]
+        at = (start[..., None] + column).clamp_max(self.shape.rows - 1)
+        sums = sums.masked_fill(column >= length[..., None], 0)
+        self.sums.index_put_((blocks[:, None, None].expand_as(at), at), sums, accumulate=True)
 
     def _watch(self, q: Tensor, block: int, places: int | slice) -> None:
         """Keep queries [.., H, D] of observing rows in the state of a request. places: their indices among the period's
@@ -254,20 +269,27 @@ class States:
         options, heads = self.options, self.shape.kv_heads
         copied = copies.ending(tokens, options.period)
         end = tokens - copied - copies.before(tokens - 1, options.period)  # tokens of the request without copies
-        stored = self._stored(block, tokens - 1, options.period - copied, end)
+        stored = self._stored(block, options.period - copied, end)
         slots = np.array([options.slots * heads])
         if (stored.counts.sum(1) > slots).any():
             index, kept = self._chosen(stored, block, end, slots, copied)
         else:
             index = torch.arange(int(stored.counts.max()), device=self.device).expand(1, heads, -1)
             index, kept = index.masked_fill(index >= stored.len[..., None], -1), stored.len
-        there = index[0] >= 0
-        old = (stored.offset[0, :, None] + index[0])[there]
         ends = (kept[0].long() + options.period).cumsum(0)
         first = ends - kept[0] - options.period  # the new first row of each head in its block
-        new = (first[:, None] + torch.arange(index.shape[2], device=self.device))[there]
-        for each in stored.buffers if self.sums is None else (*stored.buffers, self.sums[block]):
+        new, old = (
+            first[:, None] + torch.arange(index.shape[2], device=self.device),
+            stored.offset[0, :, None] + index[0],
+        )
+        if not self.equal:
+            there = index[0] >= 0
+            new, old = new[there], old[there]
+        for each in stored.buffers:
             each[new] = each[old]
+        if self.sums is not None:
+            sums = self.sums[block]
+            self.sums[block] = torch.zeros_like(sums).index_put_((new,), sums[old])
         self.kept[block], self._split = kept[0], None
 
     def _chosen(self, stored: Stored, block: int, tokens: int, keep: np.ndarray, copied: int) -> tuple[Tensor, Tensor]:

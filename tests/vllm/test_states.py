@@ -8,7 +8,9 @@ import torch
 from policy_cases import BUDGET, CHUNK, model, ours, tokens, truth
 from states_host import Host, drawn
 
+from kvevict.engine.record.calls import Calls
 from kvevict.vllm.options import SCHEDULER, check, policy_of
+from kvevict.vllm.state import States
 
 PROMPT = 3 * CHUNK
 CASES = {
@@ -31,6 +33,9 @@ CASES = {
     "keydiff": {},
     "random": {},
 }
+WAITLESS = {name: CASES[name] for name in (
+    "snapkv", "snapkv+caote", "edie, equal", "streaming", "tova", "h2o", "h2o+caote", "vatp", "knorm", "random",
+)} | {"take+edie": dict(probe=5, warmup_layers=None)}  # fmt: skip
 # A probe is not appended here, as the engine's is while decoding.
 DECODED = {"take": dict(probe=4, warmup_layers=None), "take+edie": dict(probe=5, kernel=5)}
 
@@ -54,6 +59,27 @@ def test_slots_and_logits_are_the_engines_whatever_the_steps(name):
         torch.testing.assert_close(logits, want, rtol=0, atol=2e-5 * want.abs().max().item())
         assert host.kept(len(ids), block) == engine[-1][0][1]
         host.read(ids[: CHUNK + 5].flip(0), [3], block)  # another request
+
+
+@pytest.mark.parametrize("name", [*WAITLESS])
+def test_no_step_waits_for_the_device(name, monkeypatch):
+    """Where all heads keep equally many slots the host knows their number, and reads none from a tensor: neither while
+    a prompt is read nor while tokens are decoded, evictions included."""
+    host = Host(model(), name.split(",")[0], BUDGET, **WAITLESS[name])
+    length, reads = PROMPT + 2 * CHUNK + 3, set()
+    for verb in ("read", "decode"):
+        inner = getattr(States, verb)
+
+        def noted(*args, inner=inner):
+            with Calls() as calls:
+                out = inner(*args)
+            reads.add(calls.reads)
+            return out
+
+        monkeypatch.setattr(States, verb, noted)
+    ids = torch.cat(tokens([[length]], 0)[0])
+    host.read(ids, [CHUNK - 3, PROMPT, *range(PROMPT + 1, length)])
+    assert reads == {None}
 
 
 def test_requests_that_decode_together_are_as_alone():
