@@ -18,12 +18,13 @@ LAST = "last tokens"  # `Found.how` where no question was found
 END = 256  # tokens; a question that starts farther from the prompt's end is not near the end
 
 
-def in_last_part(span: tuple, tokens: int, before: int = 0) -> bool:
-    """Return whether the request around a question may reach the end of a prompt of `tokens` tokens, which is read
-    after `before` earlier tokens: the question's span starts near the end, or no more tokens follow it than it has."""
+def in_last_part(span: tuple, tokens: int, before: int = 0, whole: bool = False) -> bool:
+    """Return whether a question's span starts so near to the end of a prompt of `tokens` tokens, which is read after
+    `before` earlier tokens, that the request around the question may reach the prompt's end. whole: or, wherever it
+    starts, so that no more tokens follow it than it has."""
     start, stop = span
     most = min(END, (before + tokens) // 2)
-    return tokens - start <= most or tokens - stop <= min(most, stop - start)
+    return tokens - start <= most or (whole and tokens - stop <= min(most, stop - start))
 
 
 def warn_if_long(policy: Policy, needed: int, seen: int) -> None:

@@ -73,9 +73,11 @@ def _check(question: Any, tokenizer: Any) -> None:
 
 
 class Finder:
-    """The base class of objects that find a prompt's question."""
+    """The base class of objects that find a prompt's question. whole: whether a long question may be a request, as a
+    named one; a long one that is looked for is likelier a part of the text."""
 
     tokenizer: Any = None
+    whole = False
 
     @cached_property
     def _turns(self) -> Turns:
@@ -93,7 +95,7 @@ class Finder:
         tokens that is read after `seen` earlier tokens. This is the question's `span` if the question stands before the
         text, else the last earlier place of its words; None if there is neither. `ids` is None for embeddings."""
         start, stop = span
-        if not in_last_part(span, tokens, seen):
+        if not in_last_part(span, tokens, seen, self.whole):
             return start, stop, True
         if ids is None or not callable(self.tokenizer) or stop - start < AGAIN:
             return None
@@ -111,7 +113,7 @@ class Finder:
         (start, stop) or None, and its number of tokens."""
         found: list[tuple[int, ...]] = []
         for ids, span, n, seen in zip(prompts, spans, tokens, arguments.seen, strict=True):
-            if span is None or not in_last_part(span, n, seen):
+            if span is None or not in_last_part(span, n, seen, self.whole):
                 found.append(())
                 continue
             starts: list[int | None] = []
@@ -132,6 +134,7 @@ class Asked(Finder):
 
     asked: tuple  # one text or span for all rows of a batch, or one per row
     tokenizer: Any = None
+    whole = True
 
     def rows(self, arguments: Arguments, prompt: int) -> tuple[Rows, tuple[Found, ...]]:
         if len(self.asked) not in (1, arguments.batch):

@@ -434,7 +434,7 @@ REFERS = "Those were the pages. What is your answer?"
     (f"Can you help me with it?\n\n{ASKED} {TEXT * 9}\n\nNow then. {ASKED}", [ASKED], ASKED),
     (f"It is this. {TEXT * 9}\n\nIs it?", ["Is it?"], None),
     (f"{TEXT * 4}{ASKED} {TEXT * 5}\n\n{ASKED} {MORE}", [ASKED], ASKED),
-    (f"{TEXT * 9}\n\n{ASKED}", [ASKED], None), (ASKED, [ASKED], None),
+    (f"{TEXT * 9}\n\n{ASKED}", [ASKED], None), (ASKED, [ASKED], ASKED),
 ])  # fmt: skip
 def test_the_question_before_the_text(turn, asks, before):
     tok = tiny.byte_tokenizer()
