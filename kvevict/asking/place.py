@@ -20,8 +20,8 @@ END = 256  # tokens; a question that starts farther from the prompt's end is not
 
 def in_last_part(span: tuple, tokens: int, before: int = 0, whole: bool = False) -> bool:
     """Return whether a question's span starts so near to the end of a prompt of `tokens` tokens, which is read after
-    `before` earlier tokens, that the request around the question may reach the prompt's end. whole: or, wherever it
-    starts, so that no more tokens follow it than it has."""
+    `before` earlier tokens, that the request around the question may reach the prompt's end. whole: a question that
+    starts elsewhere counts, too, if no more tokens follow it than it has."""
     start, stop = span
     most = min(END, (before + tokens) // 2)
     return tokens - start <= most or (whole and tokens - stop <= min(most, stop - start))

@@ -73,8 +73,8 @@ def _check(question: Any, tokenizer: Any) -> None:
 
 
 class Finder:
-    """The base class of objects that find a prompt's question. whole: whether a long question may be a request, as a
-    named one; a long one that is looked for is likelier a part of the text."""
+    """The base class of objects that find a prompt's question. whole: the argument of `in_last_part`; True where the
+    question is named, since a long question that is looked for is likelier a part of the text."""
 
     tokenizer: Any = None
     whole = False

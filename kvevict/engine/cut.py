@@ -250,8 +250,8 @@ def _equal(policy: Policy, slots: Slots, select: Selection, keep: np.ndarray) ->
 
 
 def is_equal(policy: Policy, select: Selection) -> bool:
-    """Whether the policy gives all heads equally many slots, if these are whole runs of `select`, whatever the
-    scores."""
+    """Whether the policy gives all heads equally many slots whatever the scores. select: `policy.selection` of the
+    layer, which may drop slots that are not whole runs."""
     return _inherits(policy.heads, Equal.keep, Equal.reserve) and _inherits(select, Selection.trim_to_runs)
 
 

@@ -65,8 +65,10 @@ class Singles(NamedTuple):
         ]
         since = [before % period for before in tokens]
         periods = tuple((block, before // period) for block, before in both)
-        own = (_ops.upload([[each] for each in since], device, torch.int32), max(since))
-        return cls(_ops.upload(blocks, device), _ops.upload(tokens, device), *own, periods, last)
+        return cls(
+            _ops.upload(blocks, device), _ops.upload(tokens, device),
+            _ops.upload([[each] for each in since], device, torch.int32), max(since), periods, last,
+        )  # fmt: skip
 
 
 class States:
@@ -278,10 +280,8 @@ class States:
             index, kept = index.masked_fill(index >= stored.len[..., None], -1), stored.len
         ends = (kept[0].long() + options.period).cumsum(0)
         first = ends - kept[0] - options.period  # the new first row of each head in its block
-        new, old = (
-            first[:, None] + torch.arange(index.shape[2], device=self.device),
-            stored.offset[0, :, None] + index[0],
-        )
+        new = first[:, None] + torch.arange(index.shape[2], device=self.device)
+        old = stored.offset[0, :, None] + index[0]
         if not self.equal:
             there = index[0] >= 0
             new, old = new[there], old[there]
