@@ -14,7 +14,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from ..models import families
-from ..models.families import device_of, find_decoder
+from ..models.families import find_decoder
 from ..models.loading import load_model, small_llama
 from ..patch import in_slots, patch
 from . import log
@@ -94,9 +94,8 @@ def server_of(model: str | None = None, **options: Any) -> Server:
     loaded, tokenizer = load_model(where, given.dtype, given.device)
     decoder = find_decoder(loaded)
     context = families.context_of(decoder.config) or 1 << 20
-    # Steps of decoding are recorded on a CPU only: on a GPU a recording is a CUDA graph, and batches that change often
-    # would need a new graph at nearly every step.
-    records = device_of(loaded).type == "cpu" and {*families.layer_kinds(decoder.config)} == {families.FULL_ATTENTION}
+    # Answers that come and go share the recordings of the pools of slots (`engine/record`).
+    records = {*families.layer_kinds(decoder.config)} == {families.FULL_ATTENTION}
     policies = Policies(given, context, lambda policy, run: in_slots(policy, run, loaded), records)
     patch(loaded, policies.built(), tokenizer=tokenizer)
     if not policies.built().policy.recall:

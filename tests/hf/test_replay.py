@@ -27,7 +27,7 @@ from kvevict.answering.answer import rows_of
 from kvevict.answering.batch import Batch
 from kvevict.context import within
 from kvevict.engine.memory.storage import Storage
-from kvevict.engine.record import obstacles, replay
+from kvevict.engine.record import obstacles, recordings, replay
 from kvevict.engine.record.replay import Replay
 from kvevict.models.compat import CACHE
 from kvevict.models.families import find_decoder
@@ -265,7 +265,7 @@ def test_slots_that_move_with_every_token(replayed):
 
     with mock.patch.object(Storage, "keep", keep), mock.patch.object(Replay, "_watch", watch):
         (text,) = told("h2o", work=lambda model, cache: decoded(model, cache, 40))
-    assert "moves slots" in text and len(watched) == replay.WATCHES and not replayed
+    assert "moves slots" in text and len(watched) == recordings.WATCHES and not replayed
 
 
 def test_a_number_that_differs_from_token_to_token():

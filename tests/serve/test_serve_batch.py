@@ -14,6 +14,7 @@ from kvevict.answering import writing
 from kvevict.answering.batch import Batch
 from kvevict.context import within
 from kvevict.engine.read.step import Step
+from kvevict.engine.record import recordings
 from kvevict.engine.record.replay import Replay
 from kvevict.ops import _ops
 from kvevict.policy.presets import PRESETS
@@ -60,16 +61,21 @@ def test_alone_and_together():
 
 
 def test_tokens_that_are_seen_late(monkeypatch):
-    """As on a GPU: once the next step is under way. Stop strings, probabilities and streams are the same."""
+    """As on a GPU: once the next step is under way, and in batches that are padded to sizes which are recorded. Stop
+    strings, probabilities and streams are the same."""
     client, late = Client(server(policy="take:compiled=true")), []
     want, see = [choices(client.ask("POST", PATH, each)) for each in MIXED], writing.Unseen.see
     monkeypatch.setattr(writing, "LATE", {"cpu"})
+    monkeypatch.setitem(recordings.SIZES, "cpu", recordings.SIZES["cuda"])
     monkeypatch.setattr(writing.Unseen, "see", lambda self, answers: late.append(1) or see(self, answers))
     assert [choices(client.ask("POST", PATH, each)) for each in MIXED] == want
     assert [choices(each) for each in client.together(MIXED)] == want
     client.server.scheduler.stall = 0.0
     assert [choices(each) for each in client.together(MIXED[::-1])] == want[::-1]
     assert len(late) > 100
+    pool = next(iter(client.server.manager.reader.pools.of.values()))
+    padded = {each.places.size for each in pool.recordings if each.places.pads and each.replay is not None}
+    assert {2, 4, 8} <= padded <= {2, 4, 8, 16}
 
 
 def test_a_prompt_is_read_once_for_all_its_answers(monkeypatch):

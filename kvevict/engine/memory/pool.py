@@ -31,6 +31,11 @@ class SlotPool:
         self.lock, self.free = threading.Lock(), [(0, rows)]  # `free`: (start, rows) of each gap, ascending
         self.returned: deque[tuple[int, int]] = deque()  # (start, rows) of free regions that are not in `free` yet
 
+    @property
+    def keys(self) -> Tensor | None:
+        """The buffer of keys; None before a region is lent."""
+        return self.buffers[0] if self.buffers else None
+
     def __reduce__(self) -> tuple:
         return type(None), ()  # a copied or pickled cache has buffers of its own, and no pool
 

@@ -45,6 +45,8 @@ class Storage(Stored):
     before: Held = field(default=None, init=False)  # type: ignore[assignment]  # the slots without the newest one
     table: int = field(default=0, init=False)  # the `number` of the `Table` that owns the counts; 0: none does
     coming: Coming[Storage] | None = field(default=None, init=False)  # a far storage's slots, copied to its device
+    # (slots, prefix's slots) that `decode` reads in place of `before` and `prefix` while a step is recorded
+    recorded: tuple[Held, Held | None] | None = field(default=None, init=False)
 
     @classmethod
     def empty(cls, keys: Tensor, pool: Lender | None = None, kinds: kv.Kinds = kv.KINDS["model"]) -> Storage:
@@ -70,7 +72,7 @@ class Storage(Stored):
         return object.__reduce_ex__(alone, protocol)
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | dict(before=None, table=0, coming=None)
+        return self.__dict__ | dict(before=None, table=0, coming=None, recorded=None)
 
     @property
     def room(self) -> int:
@@ -120,7 +122,8 @@ class Storage(Stored):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, **options: Any) -> Decoded:
         """Write a decoded token's row to the newest slot, which `tick` has counted, and attend to all slots."""
-        return _ops.decode(q, k, v, pos, self.before, prefix=self.prefix, **options)
+        held, prefix = self.recorded or (self.before, self.prefix)
+        return _ops.decode(q, k, v, pos, held, prefix=prefix, **options)
 
     def crop(self, count: int) -> Storage:
         """Remove the last `count` slots of every head. Later tokens overwrite the removed slots, unless these are in a

@@ -18,7 +18,7 @@ from ..memory.storage import ROOM
 from ..methods import propagate
 from ..methods.draft import Drafting
 from ..methods.residual import Errors
-from ..record import replay
+from ..record import recordings
 from . import budgets, schedule
 from .answering import Answered, Asking, Recalling
 from .choosers import Chooser, Deciding
@@ -71,7 +71,7 @@ class Spans:
     def _through(self, step: Step) -> Any:
         """Run the decoder for a step, and let its chooser end the step. Returns the decoder's output."""
         records = step.decoding and self.plan.records(step.positions.device)
-        output = step.through(partial(replay.decoded, step, self.run) if records else self.run)
+        output = step.through(partial(recordings.decoded, step, self.run) if records else self.run)
         if step.chooser is not None:
             step.chooser.end(step, output.last_hidden_state[:, -1:])
         if step.read is None:  # after a prompt

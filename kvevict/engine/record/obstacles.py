@@ -8,6 +8,7 @@ import torch
 from torch.nn.modules import module as of_all
 from torch.utils.hooks import RemovableHandle
 
+from ... import cautions
 from ...models import rotary
 from ...ops.few_rows import is_watched
 from ..memory.layer import EvictionLayer
@@ -78,3 +79,16 @@ def of_call(step: Step, inputs: Inputs) -> str | None:
     """Return the reason why this token is neither recorded nor replayed, or None. inputs: arguments of the decoder's
     forward."""
     return next((reason for reason, holds in PASSING.items() if holds(step, inputs)), None)
+
+
+def refuse(step: Step, reason: str) -> None:
+    """Never record tokens of the step's plan."""
+    step.plan.replays, step.plan.unrecorded = False, reason
+    tell(step, reason)
+
+
+def tell(step: Step, reason: str) -> None:
+    """Note for the report why a token is not recorded, and warn once where the user asked for recorded tokens."""
+    step.meter.unrecorded = reason
+    if step.plan.run.compiled is True:
+        cautions.once(("compiled", reason), f"compiled=True: tokens are decoded as without it, because {reason}")
