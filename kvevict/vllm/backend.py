@@ -27,6 +27,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec, SlidingWindowSpec
 
 from .copies import OF_CONFIG
+from .layers import Layers
 from .options import VllmOptions, copies_questions, options_of
 from .questions import NONE, Copies
 from .shape import StateShape
@@ -108,7 +109,6 @@ class Metadata(AttentionMetadata):
 
 
 class Builder(AttentionMetadataBuilder):
-    _cudagraph_support = AttentionCGSupport.NEVER
     reorder_batch_threshold: int | None = 1  # vLLM puts requests with one row first
 
     def __init__(
@@ -119,27 +119,57 @@ class Builder(AttentionMetadataBuilder):
         assert options is not None, "a model without kvevict has another backend"
         self.options = options
         self.copies = OF_CONFIG[vllm_config.instance_id] if copies_questions(vllm_config) else {}
+        self.made: tuple[Tensor, Layers] | None = None
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        """A graph of decoded tokens is possible unless requests are decoded one by one, in blocks that the host must
+        know."""
+        options = options_of(vllm_config)
+        alike = options is not None and options.alike
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if alike else AttentionCGSupport.NEVER
+
+    @property
+    def layers(self) -> Layers:
+        """The states, in the caches that vLLM has bound to the layers after it made this object."""
+        of_name = self.vllm_config.compilation_config.static_forward_context
+        cache = of_name[self.layer_names[0]].kv_cache
+        if self.made is None or self.made[0] is not cache:
+            states = [of_name[name].impl.bind(name, of_name[name].kv_cache) for name in self.layer_names]
+            self.made = cache, Layers(states, self.vllm_config.scheduler_config.max_num_seqs)
+        return self.made[1]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Metadata:
-        common, tokens, spans, of = common_attn_metadata, [], [], self.copies
+        """Describe a step, and evict slots of those requests with one row that begin a period. No number is read from
+        the device if every request has one row and none begins a period, unless they are decoded one by one."""
+        common, count, of = common_attn_metadata, common_attn_metadata.num_reqs, self.copies
         starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
         ends = (common.seq_lens.cpu() if lengths is None else lengths).tolist()
-        blocks = common.block_table_tensor[: common.num_reqs, 0].tolist()
-        for r, block in enumerate(blocks):
-            before = ends[r] - (starts[r + 1] - starts[r])
-            if before == ends[r] - 1 and before > 0 and not spans:
-                tokens.append(before)
-            elif before < ends[r]:
-                spans.append((slice(starts[r], starts[r + 1]), block, before, of.get(r, NONE)))
-        blocks = blocks[: len(tokens)]
-        return Metadata(Singles.of(self.options, self.device, blocks, tokens, of) if tokens else None, spans)
+        rows = [starts[r + 1] - starts[r] for r in range(count)]  # 0: the request only pads the step
+        before = [ends[r] - rows[r] for r in range(count)]
+        n = next((r for r in range(count) if rows[r] > 1), count)
+        begins = [r for r in range(n) if rows[r] and self.options.ends(before[r])]
+        table, layers = common.block_table_tensor[:count, 0], self.layers
+        blocks = table.tolist() if begins or n < count or not self.options.alike else []
+        for r in begins:
+            layers.begin(blocks[r], before[r], of.get(r, NONE))
+        spans = [
+            (slice(starts[r], starts[r + 1]), blocks[r], before[r], of.get(r, NONE)) for r in range(n, count) if rows[r]
+        ]
+        return Metadata(layers.singles(table[:n], common.seq_lens[:n], blocks[:n]) if n else None, spans)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Metadata:
+        """Describe a step of which every row only pads it."""
+        nothing = torch.zeros(common_attn_metadata.num_reqs, dtype=torch.int32, device=self.device)
+        return Metadata(self.layers.singles(nothing, nothing, []), [])
 
 
 class Impl(AttentionImpl):
     options: ClassVar[VllmOptions]
     max_tokens: ClassVar[int]
+    states: States
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
@@ -165,8 +195,6 @@ class Impl(AttentionImpl):
             if refused:
                 raise ValueError(f"kvevict in vLLM: the model has layers with {what}: serve it without kvevict")
         self.attention = dict(scale=float(scale), softcap=float(logits_soft_cap or 0), sinks=sinks)
-        self.states: States | None = None
-        self.cache: Tensor | None = None
 
     def forward(
         self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
@@ -175,17 +203,16 @@ class Impl(AttentionImpl):
     ) -> Tensor:  # fmt: skip
         if attn_metadata is None or kv_cache.numel() == 0:  # vLLM runs the model without a cache to measure memory
             return output.zero_()
-        states, singles = self._states(layer, kv_cache), attn_metadata.singles
+        singles = attn_metadata.singles
         if singles is not None:
             n = len(singles.blocks)
-            output[:n] = states.decode(query[:n], key[:n], value[:n], singles)
+            output[:n] = self.states.decode(query[:n], key[:n], value[:n], singles)
         for rows, block, tokens, copies in attn_metadata.spans:
-            output[rows] = states.read(query[rows], key[rows], value[rows], block, tokens, copies)
+            output[rows] = self.states.read(query[rows], key[rows], value[rows], block, tokens, copies)
         return output
 
-    def _states(self, layer: AttentionLayer, cache: Tensor) -> States:
-        if self.states is None or self.cache is not cache:
-            shape = StateShape(self.kv_heads, self.head_size, cache.dtype, self.options)
-            index = int(re.findall(r"(?:^|\.)(\d+)\.", layer.layer_name)[0])
-            self.states, self.cache = States(cache, shape, index, self.attention), cache
+    def bind(self, name: str, cache: Tensor) -> States:
+        """Make the states of the layer `name` in its cache."""
+        shape = StateShape(self.kv_heads, self.head_size, cache.dtype, self.options)
+        self.states = States(cache, shape, int(re.findall(r"(?:^|\.)(\d+)\.", name)[0]), self.attention)
         return self.states

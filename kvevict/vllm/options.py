@@ -44,6 +44,12 @@ class VllmOptions:
         """The number of a period's last tokens whose queries observe, that is, score the slots."""
         return 0 if self.sums else self.policy.rows.most or 0
 
+    @property
+    def alike(self) -> bool:
+        """Whether keys and values have rows of equally many bytes, so that a block begins at the same row of both."""
+        key, value = kv.KINDS[self.kv]
+        return key == value
+
     @functools.cached_property
     def sums(self) -> bool:
         """Whether a slot is scored by the sum of the attention weights of all rows so far, which the state keeps."""
@@ -191,6 +197,8 @@ def check(config: "VllmConfig", policy: Policy, latents: bool = False) -> None:
         (copies_questions(config) and PROCESSOR not in (model.logits_processors or ()),
          f"--scheduler-cls {SCHEDULER} needs --logits-processors {PROCESSOR}"),
         (config.kv_transfer_config is not None, "a state has no pages to send: leave --kv-transfer-config out"),
+        (parallel.use_ubatching,
+         "a request in two parts of a batch would lose slots early: leave --enable-dbo and --ubatch-size out"),
         (parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1,
          "layers and slots were only tried in one process: leave these parallel sizes at 1"),
         (parallel.tensor_parallel_size > 1 and (policy.heads.ragged or policy.shared),

@@ -1,9 +1,9 @@
 """The sizes of a request's state in one layer, and where its parts lie.
 
 A state has two planes of equal size. The first has the rows of keys and the last queries of some query heads. The
-second has the rows of values, then the position of every row, the number of slots that each head kept at the last
-eviction, the key centre of each head if keys are packed, the sum of each slot's attention weights if the policy scores
-by it, and the last queries of the other heads.
+second has the rows of values, then the position of every row, the key centre of each head if keys are packed, the sum
+of each slot's attention weights if the policy scores by it, and the last queries of the other heads. The number of
+slots that each head kept at the last eviction lies beside the blocks, with those of all other layers (layers.py).
 """
 
 import functools
@@ -41,9 +41,9 @@ class StateShape:
 
     @functools.cached_property
     def numbers(self) -> int:
-        """The bytes of the positions, slot counts, key centres and attention sums, which are int32 and float32."""
+        """The bytes of the positions, key centres and attention sums, which are int32 and float32."""
         sums = self.options.sums * self.rows
-        return 4 * (self.rows + self.kv_heads + self.packs * self.kv_heads * self.dim + sums)
+        return 4 * (self.rows + self.packs * self.kv_heads * self.dim + sums)
 
     @functools.cached_property
     def query_bytes(self) -> int:
@@ -67,3 +67,9 @@ class StateShape:
         second = self.rows * value + self.numbers + (self.heads - near) * self.query_bytes
         unit = math.lcm(key, value)
         return -(-max(first, second) // unit) * unit
+
+    @property
+    def pitch(self) -> int:
+        """The number of rows from a block's first row to the next block's, if it is that of keys and of values; else
+        0."""
+        return self.plane_bytes // self.row_bytes[0] if self.options.alike else 0

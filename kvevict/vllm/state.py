@@ -1,11 +1,12 @@
-"""The states of requests in one layer, as they lie in vLLM's cache, and the eviction from a state at a period's end.
+"""The states of requests in one layer, as they lie in vLLM's cache, and the eviction from a state before the token that
+begins a period.
 
-A state is all that a layer stores for one request, in one block of vLLM's cache (shape.py). Heads may keep unequal
+A state is what a layer stores for one request in one block of vLLM's cache (shape.py). Heads may keep unequal
 numbers of slots. Head h begins after the slots that head h - 1 kept and the room for one period, so the slots of all
 heads fit in the planes however they are split over the heads.
 
 Where a policy gives all heads equally many slots, the host knows every count, and no step reads a number from the
-device. Where heads compete, the host reads the counts of a request that has several rows in a step or ends a period.
+device. Where heads compete, the host reads the counts of a request that has several rows in a step or begins a period.
 """
 
 from collections.abc import Iterator
@@ -25,50 +26,21 @@ from ..policy import kv
 from ..policy.rows.window import NoRows
 from ..policy.seen.rows import CallRows, LayerRows, Observation, Observers
 from ..policy.seen.slots import KV, Heads, Slots
-from .options import VllmOptions
 from .questions import NONE, Copies
 from .shape import StateShape
 
 
-class Ending(NamedTuple):
-    """A row of a step that observes in its period or ends it: its index in the step, and of its request the block, the
-    number of tokens read before, and the copies."""
-
-    row: int
-    block: int
-    tokens: int
-    copies: Copies = NONE
-
-
 class Singles(NamedTuple):
-    """Those n requests of a step that have one row in it. All layers read them, so what they share is computed once."""
+    """The n requests of a step that have one row in it. A row that only pads a graph's step has block 0, in which vLLM
+    stores no request, and no slots. The next step overwrites these tensors."""
 
-    blocks: Tensor  # int64 [n] blocks of the requests
-    tokens: Tensor  # int64 [n] number of tokens that each request has read before this step
-    since: Tensor  # int32 [n, 1] number of these tokens since the last whole period
-    newest: int  # the largest of these numbers
-    periods: tuple  # each request's (block, number of whole periods)
-    last: list[Ending]  # those of the rows that observe in their period or end it
-
-    @classmethod
-    def of(
-        cls, options: VllmOptions, device: torch.device | str, blocks: list[int], tokens: list[int],
-        copies: dict[int, Copies],
-    ) -> "Singles":  # fmt: skip
-        """Describe requests by their blocks and the tokens that they have read. copies: by the request's index, of
-        those that have any."""
-        period, both = options.period, list(zip(blocks, tokens, strict=True))
-        last = [
-            Ending(r, block, before, copies.get(r, NONE))
-            for r, (block, before) in enumerate(both)
-            if options.place(before) >= 0 or options.ends(before + 1)
-        ]
-        since = [before % period for before in tokens]
-        periods = tuple((block, before // period) for block, before in both)
-        return cls(
-            _ops.upload(blocks, device), _ops.upload(tokens, device),
-            _ops.upload([[each] for each in since], device, torch.int32), max(since), periods, last,
-        )  # fmt: skip
+    blocks: Tensor  # int64 [n]
+    is_new: Tensor  # bool [n] whether the request has read no token before
+    since: Tensor  # int32 [n, 1] number of tokens that it has read since the last whole period
+    place: Tensor  # int64 [n] where the row's query is kept (`VllmOptions.place`); 0 before the rows that observe
+    offset: Tensor  # int64 [L, n, Hkv] the first row of each head's slots in each layer
+    length: Tensor  # int32 [L, n, Hkv] number of these slots
+    numbers: list[int]  # the blocks on the host, if rows of keys and of values have unequal sizes
 
 
 class States:
@@ -89,10 +61,8 @@ class States:
         )
         ends = [shape.rows * row for row in shape.row_bytes]
         numbers = planes[1][:, ends[1] : ends[1] + shape.numbers]
-        counts = numbers.view(torch.int32)
-        self.positions = counts[:, : shape.rows]  # [blocks, rows] the position of each row of keys and values
-        self.kept = counts[:, shape.rows :][:, : shape.kv_heads]  # [blocks, Hkv] slots that heads kept at the last cut
-        more = numbers.view(torch.float32)[:, shape.rows + shape.kv_heads :]
+        self.positions = numbers.view(torch.int32)[:, : shape.rows]  # [blocks, rows] each row's position
+        more = numbers.view(torch.float32)[:, shape.rows :]
         centres = more[:, : shape.packs * shape.kv_heads * dim]
         self.centres = centres.unflatten(1, (shape.kv_heads, dim)) if shape.packs else None  # [blocks, Hkv, D]
         self.sums = more[:, -shape.rows :] if self.options.sums else None  # [blocks, rows] attention of all rows so far
@@ -105,8 +75,8 @@ class States:
         self.device = cache.device
         self.none = torch.zeros(1, dtype=torch.int32, device=self.device)  # argument `first` of ops: no padding
         self.no_positions = torch.zeros(len(self.k), dtype=torch.int32, device=self.device)
-        # (`Singles.periods`, first rows, kept slots) of the last step's requests; None after an eviction
-        self._split: tuple[tuple, Tensor, Tensor] | None = None
+        # [blocks, Hkv] slots that each head kept at the last eviction, and this layer's index: `Layers` sets both
+        self.kept, self.index = torch.zeros(len(cache), shape.kv_heads, dtype=torch.int32, device=self.device), 0
 
     def _widths(self) -> list[int]:
         return [
@@ -119,20 +89,9 @@ class States:
         key, value = (block * (self.shape.plane_bytes // row) for row in self.shape.row_bytes)
         return key, value
 
-    def slots(self, step: Singles) -> tuple[Tensor, Tensor]:
-        """(first row in the block, int64; number of slots, int32) [n, Hkv] of each head of a step's requests."""
-        if self._split is None or self._split[0] != step.periods:
-            period = self.options.period
-            # Before a request's first cut `kept` still has the counts of an earlier request in the same block
-            kept = torch.where(step.tokens[:, None] < period, 0, self.kept[step.blocks])
-            ends = (kept.long() + period).cumsum(1)
-            self._split = step.periods, ends - kept - period, kept
-        _, start, kept = self._split
-        return start, kept + step.since
-
     def stored(self, block: int, tokens: int, copies: Copies = NONE) -> Stored:
-        """The slots of the request in `block`, which has read `tokens` tokens. Their rows are counted from the block's
-        first row."""
+        """The slots that the next token of the request in `block` finds, which has read `tokens` tokens; at a period's
+        end after `begin`. Their rows are counted from the block's first row."""
         end = tokens - copies.before(tokens, self.options.period)
         return self._stored(block, tokens % self.options.period, end)
 
@@ -162,24 +121,30 @@ class States:
             return self.kept[block].cpu().numpy()
         return np.full(self.shape.kv_heads, min(tokens, self.options.slots))
 
+    def begin(self, block: int, tokens: int, copies: Copies) -> None:
+        """Make the state of the request in `block` ready for the period that begins after `tokens` tokens: evict slots,
+        or forget an earlier request's sums."""
+        if tokens:
+            self.cut(block, tokens, copies)
+        elif self.sums is not None:
+            self.sums[block] = 0
+
     def read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int, copies: Copies = NONE) -> Tensor:
         """Attend with the next T tokens of the request in `block`, which has read `tokens` tokens before, and store
         their keys and values: q [T, H, D], k and v [T, Hkv, D] -> outputs [T, H, D]. Tokens up to a period's end are
-        read together, and slots are evicted at each period's end."""
+        read together, and before a period's first token slots are evicted."""
         out, period = [], self.options.period
         while len(q):
+            if self.options.ends(tokens):
+                self.begin(block, tokens, copies)
             rows = min(len(q), period - tokens % period)
             out.append(self._read(q[:rows], k[:rows], v[:rows], block, tokens, tokens - copies.before(tokens, period)))
             q, k, v, tokens = q[rows:], k[rows:], v[rows:], tokens + rows
-            if self.options.ends(tokens):
-                self.cut(block, tokens, copies)
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int, first: int) -> Tensor:
         if self.centres is not None and not tokens:
             self.centres[block] = k[0]
-        if self.sums is not None and not tokens:
-            self.sums[block] = 0
         stored, rows = self._stored(block, tokens % self.options.period, first), len(q)
         queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
         position = torch.arange(first, first + rows, dtype=torch.int32, device=self.device)[None]
@@ -200,37 +165,37 @@ class States:
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, step: Singles) -> Tensor:
         """Attend with one new row of each of n requests and store its key and value: q [n, H, D], k and v [n, Hkv, D]
-        -> outputs [n, H, D]; at a period's end slots are evicted."""
-        start, length = self.slots(step)
+        -> outputs [n, H, D]. A period's first row needs `begin` before. The operators and the addresses of what they
+        read and write depend on n alone, unless requests are decoded one by one."""
+        centre = None
+        if self.centres is not None:
+            centre = torch.where(step.is_new[:, None, None], k.float(), self.centres[step.blocks])
+            self.centres[step.blocks] = centre
+        if self.options.window:  # a row that does not observe is overwritten by the first one that does
+            self._watch(q, step.blocks, step.place)
+        start, length = step.offset[self.index], step.length[self.index]
         queries, keys, values = (x.unsqueeze(2) for x in (q, k, v))
-        key, value = self.shape.row_bytes
-        together = [slice(None)] if key == value else [slice(i, i + 1) for i in range(len(q))]
+        together = [slice(None)] if self.options.alike else [slice(i, i + 1) for i in range(len(q))]
         most = self.options.slots * (1 if self.equal else self.shape.kv_heads)  # that a head keeps at an eviction
-        columns = 0 if self.sums is None else most + step.newest + 1
+        columns = 0 if self.sums is None else most + self.options.period
         done = [
             _ops.decode(queries[i], keys[i], values[i], step.since[i], held, columns=columns, **self.attention)
-            for i, held in zip(together, self._held(step, start, length), strict=True)
+            for i, held in zip(together, self._held(step, start, length, centre), strict=True)
         ]
         out = done[0][0] if len(done) == 1 else torch.cat([each[0] for each in done])
         if self.sums is not None:
+            start = start - (step.blocks * self.shape.pitch)[:, None]
             self._add(step.blocks, start, length + 1, torch.cat([each[2] for each in done]))
-        for row, block, before, copies in step.last:
-            if (place := self.options.place(before)) >= 0:
-                self._watch(q[row], block, place)
-            if self.options.ends(before + 1):
-                self.cut(block, before + 1, copies)
         return out[:, 0]
 
-    def _held(self, step: Singles, start: Tensor, length: Tensor) -> Iterator[_ops.Held]:
-        """Yield the slots of a step's n requests: together if the rows of keys and of values have equally many bytes,
-        so that a block begins at the same row of both, else one request after the other."""
-        key, value = self.shape.row_bytes
-        centre, kinds = None if self.centres is None else self.centres[step.blocks], self.shape.kinds
-        if key == value:
-            offset = start + (step.blocks * (self.shape.plane_bytes // key))[:, None]
-            yield _ops.Held(self.k, self.v, self.no_positions, offset, length, centre, *kinds)
+    def _held(self, step: Singles, start: Tensor, length: Tensor, centre: Tensor | None) -> Iterator[_ops.Held]:
+        """Yield the slots of a step's n requests: together if a block begins at the same row of keys and of values,
+        else one request after the other."""
+        kinds = self.shape.kinds
+        if self.options.alike:
+            yield _ops.Held(self.k, self.v, self.no_positions, start, length, centre, *kinds)
             return
-        for i, (block, _) in enumerate(step.periods):
+        for i, block in enumerate(step.numbers):
             at = self.first_rows(block)
             k, v = (x[first : first + self.shape.rows] for x, first in zip((self.k, self.v), at, strict=True))
             of = None if centre is None else centre[i : i + 1]
@@ -258,12 +223,13 @@ class States:
         sums = sums.masked_fill(column >= length[..., None], 0)
         self.sums.index_put_((blocks[:, None, None].expand_as(at), at), sums, accumulate=True)
 
-    def _watch(self, q: Tensor, block: int, places: int | slice) -> None:
-        """Keep queries [.., H, D] of observing rows in the state of a request. places: their indices among the period's
-        observing rows (`VllmOptions.place`)."""
+    def _watch(self, q: Tensor, block: int | Tensor, places: slice | Tensor) -> None:
+        """Keep queries [.., H, D] of observing rows in the states of their requests. places: their indices among the
+        period's observing rows (`VllmOptions.place`)."""
         near = self.shape.near_keys
         for part, own in zip(self.queries, (q[..., :near, :], q[..., near:, :]), strict=True):
-            part[block, places] = own
+            if own.numel():
+                part[block, places] = own
 
     def cut(self, block: int, tokens: int, copies: Copies) -> None:
         """Evict slots of the request in `block`, which has read `tokens` tokens, a multiple of the period. The rows of
@@ -290,7 +256,7 @@ class States:
         if self.sums is not None:
             sums = self.sums[block]
             self.sums[block] = torch.zeros_like(sums).index_put_((new,), sums[old])
-        self.kept[block], self._split = kept[0], None
+        self.kept[block] = kept[0]
 
     def _chosen(self, stored: Stored, block: int, tokens: int, keep: np.ndarray, copied: int) -> tuple[Tensor, Tensor]:
         """(indices [1, Hkv, K] of the slots that stay, -1 after a head's last one; their number [1, Hkv]). keep [1]:

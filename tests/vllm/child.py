@@ -18,10 +18,14 @@ os.environ |= dict(
 )  # fmt: skip
 
 
+def runner(llm):
+    """vLLM's model runner."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
 def layers(llm):
     """kvevict's `States` of each layer."""
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    found = worker.model_runner.compilation_config.static_forward_context.values()
+    found = runner(llm).compilation_config.static_forward_context.values()
     return sorted((layer.impl.states for layer in found), key=lambda states: states.layer)
 
 
@@ -76,8 +80,22 @@ def kept(llm, prompts, new):
     return found
 
 
+def captured(llm, prompts, new):
+    """The tokens of all requests at once, between whose steps vLLM runs those that it captures as graphs on a GPU."""
+    from vllm.config import CUDAGraphMode
+
+    def capture(step, scheduler):
+        for rows in (1, 4) if step % 3 == 0 else ():
+            runner(llm)._dummy_run(
+                rows, CUDAGraphMode.NONE, force_attention=True, uniform_decode=True, is_graph_capturing=True
+            )
+
+    return [list(each.token_ids) for each in run(llm, prompts, new, capture)]
+
+
 def scored(llm, prompts):
-    """The logprob of each token of the prompts after the first one, and the bytes of a request in vLLM's cache."""
+    """The logprob of each token of the prompts after the first one, the bytes of a request in vLLM's cache, and which
+    steps may be CUDA graphs."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -88,7 +106,9 @@ def scored(llm, prompts):
     ]
     blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     size = sum(states.k.nbytes + states.v.nbytes for states in layers(llm)) // blocks
-    return dict(logprobs=found, bytes=size)
+    (group,) = runner(llm)._attn_group_iterator()
+    graphs = group.get_metadata_builder().get_cudagraph_support(llm.llm_engine.vllm_config, group.kv_cache_spec)
+    return dict(logprobs=found, bytes=size, graphs=graphs.name)
 
 
 def asked(llm, prompts, new, question, **more):

@@ -9,6 +9,7 @@ from policy_cases import BUDGET, CHUNK, model, ours, tokens, truth
 from states_host import Host, drawn
 
 from kvevict.engine.record.calls import Calls
+from kvevict.vllm.layers import Layers
 from kvevict.vllm.options import SCHEDULER, check, policy_of
 from kvevict.vllm.state import States
 
@@ -33,11 +34,9 @@ CASES = {
     "keydiff": {},
     "random": {},
 }
-WAITLESS = {name: CASES[name] for name in (
-    "snapkv", "snapkv+caote", "edie, equal", "streaming", "tova", "h2o", "h2o+caote", "vatp", "knorm", "random",
-)} | {"take+edie": dict(probe=5, warmup_layers=None)}  # fmt: skip
+COMPETING = {"adakv", "edie", "edie-exact", "paasvn", "chunkkv", "chunkkv, whole runs"}
 # A probe is not appended here, as the engine's is while decoding.
-DECODED = {"take": dict(probe=4, warmup_layers=None), "take+edie": dict(probe=5, kernel=5)}
+DECODED = {"take": dict(probe=4, warmup_layers=None), "take+edie": dict(probe=5, kernel=5, warmup_layers=None)}
 
 
 @pytest.mark.parametrize("name", [*CASES, *DECODED])
@@ -61,25 +60,26 @@ def test_slots_and_logits_are_the_engines_whatever_the_steps(name):
         host.read(ids[: CHUNK + 5].flip(0), [3], block)  # another request
 
 
-@pytest.mark.parametrize("name", [*WAITLESS])
+@pytest.mark.parametrize("name", [*CASES, *DECODED])
 def test_no_step_waits_for_the_device(name, monkeypatch):
-    """Where all heads keep equally many slots the host knows their number, and reads none from a tensor: neither while
-    a prompt is read nor while tokens are decoded, evictions included."""
-    host = Host(model(), name.split(",")[0], BUDGET, **WAITLESS[name])
-    length, reads = PROMPT + 2 * CHUNK + 3, set()
-    for verb in ("read", "decode"):
-        inner = getattr(States, verb)
+    """A step of decoded tokens reads no number from a tensor. Where all heads keep equally many slots the host knows
+    their number, and reads none while a prompt is read or slots are evicted either."""
+    host = Host(model(), name.split(",")[0], BUDGET, **(CASES | DECODED)[name])
+    length, reads = PROMPT + 2 * CHUNK + 3, {}
+    for owner, verb in (States, "read"), (States, "begin"), (States, "decode"), (Layers, "singles"):
+        inner = getattr(owner, verb)
 
-        def noted(*args, inner=inner):
+        def noted(*args, inner=inner, verb=verb):
             with Calls() as calls:
                 out = inner(*args)
-            reads.add(calls.reads)
+            reads.setdefault(verb, set()).add(calls.reads)
             return out
 
-        monkeypatch.setattr(States, verb, noted)
+        monkeypatch.setattr(owner, verb, noted)
     ids = torch.cat(tokens([[length]], 0)[0])
     host.read(ids, [CHUNK - 3, PROMPT, *range(PROMPT + 1, length)])
-    assert reads == {None}
+    assert reads["decode"] == reads["singles"] == {None}
+    assert (reads["read"] == reads["begin"] == {None}) == (name not in COMPETING)
 
 
 def test_requests_that_decode_together_are_as_alone():
@@ -158,6 +158,7 @@ def test_the_budget_that_nobody_named():
     (dict(runner_type="pooling"), "decoders that generate"),
     (dict(speculative_config=1), "leave --speculative-config out"),
     (dict(kv_transfer_config=1), "leave --kv-transfer-config out"),
+    (dict(use_ubatching=True), "leave --enable-dbo and --ubatch-size out"),
     (dict(pipeline_parallel_size=2), "leave these parallel sizes at 1"),
     (dict(tensor_parallel_size=2), "leave --tensor-parallel-size at 1, or give a policy without"),
     (dict(cache_dtype="fp8"), "leave --kv-cache-dtype out"),
@@ -167,7 +168,7 @@ def test_the_budget_that_nobody_named():
 def test_models_and_configurations_are_refused(changes, said):
     config = SimpleNamespace(
         use_mla=False, is_hybrid=False, is_attention_free=False, is_encoder_decoder=False, runner_type="generate",
-        speculative_config=None, kv_transfer_config=None, pipeline_parallel_size=1,
+        speculative_config=None, kv_transfer_config=None, pipeline_parallel_size=1, use_ubatching=False,
         tensor_parallel_size=1, decode_context_parallel_size=1,
         cache_dtype="auto", scheduler_cls=None, logits_processors=None, use_v2_model_runner=False,
     )  # fmt: skip

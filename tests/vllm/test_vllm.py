@@ -70,7 +70,8 @@ def test_slots_and_logprobs_are_the_engines(tmp_path, llama, policy):
 
 
 def test_requests_together_and_preempted(tmp_path, llama):
-    """More requests than vLLM has room for, in steps that mix them: each answers as it does alone."""
+    """More requests than vLLM has room for, in steps that mix them: each answers as it does alone, also between the
+    steps of which vLLM makes graphs on a GPU."""
     folder, _ = llama
     texts = prompts([100, 3, 50, 16, 33, 77, 120, 15, 64, 40])
     runs = [
@@ -79,13 +80,15 @@ def test_requests_together_and_preempted(tmp_path, llama):
         dict(do="greedy", prompts=texts, new=50),  # again: vLLM's prefix cache finds nothing
         dict(do="preempted", prompts=texts[:5], new=50, after=[3, 9, 30]),
         dict(do="greedy", prompts=texts[:3], new=50, n=3, temperature=1),  # vLLM refuses n > 1 without
+        dict(do="captured", prompts=texts[:5], new=50),
     ]
     options = dict(budget=BUDGET, period=PERIOD, policy="edie", window=4)
     (results,) = vllm(tmp_path, [folder], runs, options, max_num_batched_tokens=48, max_num_seqs=6)
     alone = [result[0][0] for result in results[: len(texts)]]
-    together, again, preempted, drawn = results[len(texts) :]
+    together, again, preempted, drawn, captured = results[len(texts) :]
     assert [answer for (answer,) in together] == [answer for (answer,) in again] == alone
     assert preempted == dict(tokens=alone[:5], lost=[5, 5, 5])
+    assert captured == alone[:5]
     assert [len({*map(tuple, answers)}) for answers in drawn] == [3] * 3
 
 

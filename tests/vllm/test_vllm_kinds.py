@@ -26,6 +26,7 @@ def test_packed_slots_score_a_text_as_the_engines(tmp_path, kind, mean):
     config = model.config
     options = VllmOptions(policy_of(CHOSEN, PERIOD), PERIOD, 2, kind)
     shape = StateShape(config.num_key_value_heads, config.head_dim, torch.float32, options)
+    assert small["graphs"] == ("NEVER" if kind == "k8v4" else "UNIFORM_SINGLE_TOKEN_DECODE")
     assert small["bytes"] == large["bytes"] == 2 * shape.plane_bytes * config.num_hidden_layers
     for ids, one, other in zip(texts, small["logprobs"], large["logprobs"], strict=True):
         mine, target = torch.tensor([one, other]), torch.tensor(ids[1:])[:, None]

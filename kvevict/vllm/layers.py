@@ -1,0 +1,51 @@
+"""The layers whose requests have the same blocks, and what their states share in a step of decoded tokens.
+
+vLLM may replay such a step as a CUDA graph. So its operators read what changes from step to step in memory that stays
+where it is. That memory is filled before the step, by operators that read no number from the device, and slots are
+evicted before the step, not in it.
+"""
+
+import torch
+from torch import Tensor
+
+from .questions import Copies
+from .state import Singles, States
+
+
+class Layers:
+    """The states of requests in L layers of one shape."""
+
+    def __init__(self, states: list[States], most: int) -> None:
+        """most: the largest number of requests in a step."""
+        self.states, self.shape, heads = states, states[0].shape, states[0].shape.kv_heads
+        self.kept = torch.stack([each.kept for each in states])  # int32 [L, blocks, Hkv]
+        for i, each in enumerate(states):
+            each.kept, each.index = self.kept[i], i
+        counts: dict = dict(dtype=torch.int64, device=self.kept.device)
+        # Rows of block 0 for rows that only pad: the decode op writes no row twice.
+        self.unused = torch.arange(most * heads, **counts).view(most, heads) % self.shape.rows
+        offset, each = torch.zeros(len(states), most, heads, **counts), torch.zeros(most, **counts)
+        self.memory = each.clone(), each.bool(), each.int()[:, None], each, offset, offset.int()  # of `Singles`
+
+    def begin(self, block: int, tokens: int, copies: Copies) -> None:
+        """Make the state of the request in `block` ready for its next period in every layer (`States.begin`)."""
+        for each in self.states:
+            each.begin(block, tokens, copies)
+
+    def singles(self, blocks: Tensor, lengths: Tensor, numbers: list[int]) -> Singles:
+        """Describe requests [n] by their blocks and by how many tokens they have with the step's one, 0 for a row that
+        only pads."""
+        n, shape, period = len(blocks), self.shape, self.shape.options.period
+        is_used = (blocks > 0) & (lengths > 0)
+        blocks, before = torch.where(is_used, blocks, 0).long(), torch.where(is_used, lengths - 1, 0)
+        since = before % period
+        # Before a request's first eviction `kept` has the counts of an earlier request in the same block.
+        kept = torch.where((before < period)[:, None], 0, self.kept[:, blocks])
+        start = (kept + period).cumsum(2) - kept - period
+        offset = torch.where(is_used[:, None], start + (blocks * shape.pitch)[:, None], self.unused[:n])
+        place = (since - (period - shape.options.window)).clamp_min(0)
+        values = blocks, before == 0, since[:, None], place, offset, kept + since[:, None]
+        filled = [each[:, :n] if each.ndim == 3 else each[:n] for each in self.memory]
+        for each, value in zip(filled, values, strict=True):
+            each.copy_(value)
+        return Singles(*filled, numbers)
