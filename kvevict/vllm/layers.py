@@ -24,8 +24,8 @@ class Layers:
         counts: dict = dict(dtype=torch.int64, device=self.kept.device)
         # Rows of block 0 for rows that only pad: the decode op writes no row twice.
         self.unused = torch.arange(most * heads, **counts).view(most, heads) % self.shape.rows
-        offset, each = torch.zeros(len(states), most, heads, **counts), torch.zeros(most, **counts)
-        self.memory = each.clone(), each.bool(), each.int()[:, None], each, offset, offset.int()  # of `Singles`
+        offset, one = torch.zeros(len(states), most, heads, **counts), torch.zeros(most, **counts)
+        self.memory = Singles(one.clone(), one.bool(), one.int()[:, None], one, offset, offset.int(), [])
 
     def begin(self, block: int, tokens: int, copies: Copies) -> None:
         """Make the state of the request in `block` ready for its next period in every layer (`States.begin`)."""
@@ -44,8 +44,10 @@ class Layers:
         start = (kept + period).cumsum(2) - kept - period
         offset = torch.where(is_used[:, None], start + (blocks * shape.pitch)[:, None], self.unused[:n])
         place = (since - (period - shape.options.window)).clamp_min(0)
-        values = blocks, before == 0, since[:, None], place, offset, kept + since[:, None]
-        filled = [each[:, :n] if each.ndim == 3 else each[:n] for each in self.memory]
-        for each, value in zip(filled, values, strict=True):
-            each.copy_(value)
-        return Singles(*filled, numbers)
+        values, its = (blocks, before == 0, since[:, None], place, offset, kept + since[:, None]), self.memory
+        step = Singles(
+            its.blocks[:n], its.is_new[:n], its.since[:n], its.place[:n], its.offset[:, :n], its.length[:, :n], numbers
+        )
+        for memory, value in zip(step[:-1], values, strict=True):
+            memory.copy_(value)
+        return step
