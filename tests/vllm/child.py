@@ -81,8 +81,28 @@ def kept(llm, prompts, new):
 
 
 def captured(llm, prompts, new):
-    """The tokens of all requests at once, between whose steps vLLM runs those that it captures as graphs on a GPU."""
+    """The tokens of all requests at once. Between their steps vLLM runs those that it captures as graphs on a GPU, and
+    each step is described with rows that only pad it, as before a graph."""
+    from torch.nn.functional import pad
     from vllm.config import CUDAGraphMode
+
+    (group,) = runner(llm)._attn_group_iterator()
+    builder, build = group.get_metadata_builder(), group.get_metadata_builder().build
+
+    def padded(common_prefix_len, common):
+        n, most = common.num_reqs, 6
+        more = (0, most - n)
+        described = build(common_prefix_len, common.replace(
+            num_reqs=most, query_start_loc_cpu=pad(common.query_start_loc_cpu, more, value=common.num_actual_tokens),
+            seq_lens=pad(common.seq_lens, more), block_table_tensor=pad(common.block_table_tensor, (0, 0, *more)),
+            seq_lens_cpu_upper_bound=pad(common.seq_lens_cpu_upper_bound, more),
+        ))  # fmt: skip
+        if not described.spans:
+            *rows, offset, length, numbers = described.singles
+            assert {len(each) for each in rows} == {most}
+            rows = (each[:n] for each in rows)
+            described.singles = type(described.singles)(*rows, offset[:, :n], length[:, :n], numbers)
+        return described
 
     def capture(step, scheduler):
         for rows in (1, 4) if step % 3 == 0 else ():
@@ -90,7 +110,10 @@ def captured(llm, prompts, new):
                 rows, CUDAGraphMode.NONE, force_attention=True, uniform_decode=True, is_graph_capturing=True
             )
 
-    return [list(each.token_ids) for each in run(llm, prompts, new, capture)]
+    builder.build = padded
+    tokens = [list(each.token_ids) for each in run(llm, prompts, new, capture)]
+    builder.build = build
+    return tokens
 
 
 def scored(llm, prompts):
