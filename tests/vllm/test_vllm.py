@@ -38,6 +38,14 @@ def test_tokens_are_vllms_where_everything_fits(tmp_path):
         assert vllm(tmp_path, models, runs, FITS | dict(policy=policy), max_num_batched_tokens=tokens) == plain
 
 
+@pytest.mark.parametrize("type", ["qwen3", "phi3", "cohere"])
+def test_tokens_of_compiled_models_are_vllms(tmp_path, type):
+    models = [save(tmp_path / "model", type)]
+    runs = [dict(do="greedy", prompts=prompts([5, 60, 131, 16, 17]), new=40)]
+    plain = vllm(tmp_path, models, runs, enforce_eager=False)
+    assert vllm(tmp_path, models, runs, FITS | dict(policy="edie"), enforce_eager=False) == plain
+
+
 @pytest.mark.parametrize("llm", [{}, dict(model_impl="transformers"), dict(enforce_eager=False)])
 @pytest.mark.parametrize("folder", TRAINED)
 def test_tokens_of_trained_models_are_vllms(tmp_path, folder, llm):
