@@ -66,11 +66,13 @@ class States:
         centres = more[:, : shape.packs * shape.kv_heads * dim]
         self.centres = centres.unflatten(1, (shape.kv_heads, dim)) if shape.packs else None  # [blocks, Hkv, D]
         self.sums = more[:, -shape.rows :] if self.options.sums else None  # [blocks, rows] attention of all rows so far
-        places = (planes[0], ends[0], near), (planes[1], ends[1] + shape.numbers, heads - near)
-        self.queries = [  # in each plane [blocks, window, heads, dim]: the queries of a period's last rows
-            plane[:, first : first + count * shape.query_bytes].view(shape.dtype).unflatten(1, (window, count, dim))
-            for plane, first, count in places
-        ]
+        # In each plane: which query heads, and their queries of a period's last rows, [blocks, window, heads, dim]
+        self.queries = []
+        parts = (planes[0], ends[0], 0, near), (planes[1], ends[1] + shape.numbers, near, heads)
+        for plane, begin, first, last in parts if window else ():
+            end, sizes = begin + (last - first) * shape.query_bytes, (window, last - first, dim)
+            if first < last:
+                self.queries.append((slice(first, last), plane[:, begin:end].view(shape.dtype).unflatten(1, sizes)))
         self.like = torch.empty(0, dim, dtype=shape.dtype, device=cache.device)
         self.device = cache.device
         self.none = torch.zeros(1, dtype=torch.int32, device=self.device)  # argument `first` of ops: no padding
@@ -171,8 +173,7 @@ class States:
         if self.centres is not None:
             centre = torch.where(step.is_new[:, None, None], k.float(), self.centres[step.blocks])
             self.centres[step.blocks] = centre
-        if self.options.window:  # a row that does not observe is overwritten by the first one that does
-            self._watch(q, step.blocks, step.place)
+        self._watch(q, step.blocks, step.place)  # a row that does not observe is overwritten by the first one that does
         start, length = step.offset[self.index], step.length[self.index]
         queries, keys, values = (x.unsqueeze(2) for x in (q, k, v))
         together = [slice(None)] if self.options.alike else [slice(i, i + 1) for i in range(len(q))]
@@ -226,10 +227,8 @@ class States:
     def _watch(self, q: Tensor, block: int | Tensor, places: slice | Tensor) -> None:
         """Keep queries [.., H, D] of observing rows in the states of their requests. places: their indices among the
         period's observing rows (`VllmOptions.place`)."""
-        near = self.shape.near_keys
-        for part, own in zip(self.queries, (q[..., :near, :], q[..., near:, :]), strict=True):
-            if own.numel():
-                part[block, places] = own
+        for heads, queries in self.queries:
+            queries[block, places] = q[..., heads, :]
 
     def cut(self, block: int, tokens: int, copies: Copies) -> None:
         """Evict slots of the request in `block`, which has read `tokens` tokens, a multiple of the period. The rows of
@@ -293,7 +292,7 @@ class States:
         """The observation by the period's last rows, with their attention outputs over the slots that each row sees. A
         copy's rows come after all slots and see all of them, as a probe's appended rows do."""
         rows, none = copied or self.options.window, self.none
-        q = torch.cat([part[block, -rows:] for part in self.queries], 1).transpose(0, 1)[None]
+        q = torch.cat([queries[block, -rows:] for _, queries in self.queries], 1).transpose(0, 1)[None]
         if copied:
             return Observation((Observers(q, none, none, False),))
         before = stored.len - rows
