@@ -9,6 +9,7 @@
 struct Plan {
   Ring ring;
   int least, blocks, shared; /* least: minimum slots of a split; blocks: of the grid; shared: bytes of shared memory */
+  int together;              /* the most batch rows whose query heads are one tile */
   /* Whether every head has one split, since slots are few. A block then merges its results at byte `out` of shared
    * memory and writes the call's out and lse itself. */
   bool whole;
@@ -35,8 +36,32 @@ KV_DEVICE Place place_of(const kv_decode &a, const Parts &x, int least, int n) {
   return {heads, 0};
 }
 
+/* Finds the batch rows whose heads number h have the same slots in the prefix as batch row b's, and the same splits of
+ * them. Each `most` of them, in order, are one tile. Writes the rows of b's tile to `batch` if b is the first of them,
+ * and returns their number; else returns 0. All lanes of the warp must call it together. */
+template <int KEYS>
+KV_DEVICE int sharing(const kv_decode &a, const Parts &x, int least, int b, int h, int size, int most, int *batch) {
+  const auto alike = [&](int other) {
+    const int64_t one = (int64_t)b * a.Hkv + h, head = (int64_t)other * a.Hkv + h;
+    return other < a.B && a.prefix.offset[head] == a.prefix.offset[one] && a.prefix.len[head] == a.prefix.len[one] &&
+           cut_of<KEYS>(a, x, head, least).size == size;
+  };
+  int before = 0, found = 0;
+  for (int first = 0; first < a.B && found < most; first += 32) {
+    const uint32_t its = __ballot_sync(ALL_LANES, alike(first + lane_id()));
+    const uint32_t earlier = first + 32 <= b ? ~0u : first <= b ? (1u << (b - first)) - 1 : 0;
+    before += __popc(its & earlier);
+    const int place = found + __popc(its & ~earlier & ((1u << lane_id()) - 1)); /* of this lane's row in the tile */
+    if (its & ~earlier & (1u << lane_id()) && place < most) batch[place] = first + lane_id();
+    found += __popc(its & ~earlier);
+  }
+  __syncwarp(); /* all lanes have written `batch` */
+  return before % most ? 0 : min(found, most);
+}
+
 /* A unit of work is one split of a head for one tile of its query heads. Block i computes unit i and, if there are
- * more units than blocks, every gridDim.x-th unit after it. */
+ * more units than blocks, every gridDim.x-th unit after it. A split of a prefix that several batch rows share is read
+ * once for a tile of them: every number is computed as for a row alone. */
 template <class E, int D, int ROWS, bool PACKED>
 static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WARPS * 32, PACKED &&ROWS == 16 ? 2 : 3)
     ring_kernel(const kv_decode a, const Scratch x, const Plan plan, const Logits logits) {
@@ -53,32 +78,43 @@ static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WAR
     const int b = head / (int)a.Hkv, h = head % (int)a.Hkv, rows = min(G - g, ROWS);
     const Cut cut = cut_of<R::KEYS>(a, x.parts, head, plan.least);
     const Split<E> s = split_of<E>(a, cut, head, split, 0);
+    if (!plan.whole && split == 0 && threadIdx.x == 0) x.parts.count[head * tiles + tile] = cut.splits;
+    int *const batch = R::heads()->batch[warp_id()];
+    int queries = rows;
+    if (plan.together > 1 && !s.own) {
+      queries = G * sharing<R::KEYS>(a, x.parts, plan.least, b, h, cut.size, plan.together, batch);
+      if (queries == 0) continue; /* computed with an earlier batch row */
+    }
+    const auto row = [&](int r) { return r < G ? b : batch[r / G]; }; /* the batch row of query r */
     const auto pack = [&] {
       for (int i = warp_id(); i < 2; i += blockDim.x / 32) append_packed<E>(a, head, s.new_row, i == 0);
     };
-    float *const logit =
-        x.logit ? x.logit + ((int64_t)head * G + g) * a.C + (s.own ? prefix_len(a, head) : 0) : nullptr;
+    const int first = s.own ? prefix_len(a, head) : 0; /* column of the first slot */
     const auto keep = [&](const auto &p, int c) {
-      if (!logit) return;
+      if (!x.logit) return;
       R::each([&](int n, int i) {
         const int column = c + R::key(n, i % 2), r = R::head(i / 2);
-        if (column < s.c1 && r < rows) logit[r * a.C + column] = p[n][i];
+        if (column < s.c1 && r < queries)
+          x.logit[(((int64_t)row(r) * a.Hkv + h) * G + g + r % G) * a.C + first + column] = p[n][i];
       });
     };
+    const auto query = [&](int r) {
+      return static_cast<const E *>(a.q) + row(r) * a.q_stride[0] + (h * G + g + r % G) * a.q_stride[1];
+    };
     R done;
-    done.attend(plan.ring, static_cast<const E *>(a.q) + b * a.q_stride[0] + (h * G + g) * a.q_stride[1], a.q_stride[1],
-                rows, s.k, s.v, s.c0, s.c1, s.c1 - s.last, (int)a.D, logits, pack, keep);
+    done.attend(plan.ring, query, queries, s.k, s.v, s.c0, s.c1, s.c1 - s.last, (int)a.D, logits, pack, keep);
     if (s.last && g == 0) append(a, head, s);
-    const int64_t from = ((int64_t)head * tiles + tile) * x.parts.splits * x.parts.rows,
-                  at = from + split * x.parts.rows;
     if (!plan.whole) {
-      if (split == 0 && threadIdx.x == 0) x.parts.count[head * tiles + tile] = cut.splits;
-      done.merge(rows, (int)a.D, x.parts.o + at * a.D, x.parts.states + at);
+      const auto place = [&](int r) {
+        const int64_t of_head = row(r) * (int)a.Hkv + h;
+        return ((of_head * tiles + tile) * x.parts.splits + split) * x.parts.rows + r % G;
+      };
+      done.merge(queries, (int)a.D, x.parts.o, x.parts.states, place);
       continue;
     }
     float *const o = shared_memory<float>() + plan.out / 4;
     kv_state *const states = reinterpret_cast<kv_state *>(o + rows * a.D);
-    done.merge(rows, (int)a.D, o, states);
+    done.merge(rows, (int)a.D, o, states, [](int r) { return r; });
     __syncthreads(); /* the rows are there: merge has written o and states */
     for (int r = warp_id(); r < rows; r += blockDim.x / 32) {
       const int query_head = h * G + g + r, to = b * (int)a.H + query_head;
@@ -122,7 +158,8 @@ static Plan plan_of(const kv_decode *a, const Parts &x) {
                          (int)kept_bytes<R::KEYS>(a->slots.v_kind, D, a->D)};
   while (!PACKED && ring.stages < 4 && (ring.stages + 1) * ring.stage() * R::MOST_WARPS <= 72 * 1024) ring.stages++;
   while (ring.warps > 1 && HEADS + ring.bytes() > MOST_SHARED) ring.warps--;
-  const int64_t parts = R::part_bytes(x.rows, ring.warps, a->D);
+  y.together = a->prefix.len && x.tiles == 1 ? ROWS / x.rows : 1;
+  const int64_t parts = R::part_bytes(y.together * x.rows, ring.warps, a->D);
   y.out = (int)(HEADS + (parts + 15) / 16 * 16);
   const int64_t out = parts + 16 + (a->D + 2) * 4 * x.rows;
   y.shared = (int)(HEADS + (out > ring.bytes() ? out : ring.bytes()));

@@ -185,13 +185,13 @@ struct RingHeads {
     unrolled<NT, 2 * HALVES>(f);
   }
 
-  /* Computes the attention over columns c0 .. c1 - 1, whose tiles the block's warps take in turn. `rows` queries lie
-   * `stride` elements apart, from `query` on. If slots are packed and column `stored`, the new row, is before c1,
+  /* Computes the attention over columns c0 .. c1 - 1, whose tiles the block's warps take in turn. Query r of `rows` is at
+   * query(r). If slots are packed and column `stored`, the new row, is before c1,
    * all warps call pack() to pack and store it before any of them reads it. */
-  template <class Pack, class Keep>
-  __device__ __forceinline__ void attend(const Ring &ring, const E *query, int64_t stride, int rows, const Columns &k,
-                                         const Columns &v, int c0, int c1, int stored, int dims, const Logits &logits,
-                                         Pack pack, Keep keep) {
+  template <class Query, class Pack, class Keep>
+  __device__ __forceinline__ void attend(const Ring &ring, Query query, int rows, const Columns &k, const Columns &v,
+                                         int c0, int c1, int stored, int dims, const Logits &logits, Pack pack,
+                                         Keep keep) {
     unsigned char *const mine = stages() + warp_id() * ring.stages * ring.stage();
     const int apart = KEYS * (int)blockDim.x / 32;
     int c = c0 + KEYS * warp_id();
@@ -203,7 +203,7 @@ struct RingHeads {
       cp_async_commit();
     }
     if (threadIdx.x == 0) heads()->keys = k, heads()->values = v;
-    for (int r = warp_id(); r < rows; r += blockDim.x / 32) heads()->put(query + r * stride, r, k, dims);
+    for (int r = warp_id(); r < rows; r += blockDim.x / 32) heads()->put(query(r), r, k, dims);
     if (PACKED && stored < c1) pack();
     __syncthreads();
 #pragma unroll
@@ -234,9 +234,10 @@ struct RingHeads {
 
   static int64_t part_bytes(int64_t rows, int64_t warps, int64_t dims) { return rows * warps * (dims + 2) * 4; }
 
-  /* Merges the warps' results into o_out [rows, dims] and states_out [rows]. If values are packed in 4 bits, o_out
-   * is still rotated by the Hadamard matrix. */
-  __device__ __forceinline__ void merge(int rows, int dims, float *o_out, kv_state *states_out) const {
+  /* Merges the warps' results into o_out [.., dims] and states_out [..], row r at index place(r). If values are packed
+   * in 4 bits, o_out is still rotated by the Hadamard matrix. */
+  template <class At>
+  __device__ __forceinline__ void merge(int rows, int dims, float *o_out, kv_state *states_out, At place) const {
     const int warps = blockDim.x / 32;
     const kv_kind kind = PACKED ? heads()->values.kind : KV_AS_COMPUTED;
     kv_state *const states = reinterpret_cast<kv_state *>(stages());
@@ -256,7 +257,7 @@ struct RingHeads {
         if (to < dims) part[at * dims + to] = fmaf(factor, x, low);
       });
     }
-    merge_groups(warps, states, part, rows, dims, o_out, states_out);
+    merge_groups(warps, states, part, rows, dims, o_out, states_out, place);
   }
 };
 #endif

@@ -13,6 +13,7 @@ struct RingQueries {
 
   float unit[ROWS], sum[ROWS], centre[ROWS];
   Columns keys, values;                             /* kept here, since registers are scarce */
+  int batch[4][ROWS];                               /* of each warp: the batch rows whose queries are in the tile */
   alignas(16) uint32_t query[D / 16][PARTS][32][4]; /* fragments of q, or of q / unit with packed keys */
 
   /* Stores query r, `dims` numbers at `from`, as fragments. All lanes of one warp must call it together. */

@@ -61,9 +61,10 @@ static inline Parts parts_of(Cutter &scratch, int64_t heads, int64_t all, int64_
 }
 
 /* Merges the states that `groups` groups of threads have of each row: states [rows, groups] and o [rows, groups, D],
- * in shared memory, become states_out [rows] and o_out [rows, D]. */
+ * in shared memory, become states_out [..] and o_out [.., D], row r at index place(r). */
+template <class At>
 KV_DEVICE void merge_groups(int groups, const kv_state *states, const float *o, int rows, int D, float *o_out,
-                            kv_state *states_out) {
+                            kv_state *states_out, At place) {
   __syncthreads(); /* the parts are there: all groups have written their states */
   for (int at = threadIdx.x; at < rows * D; at += blockDim.x) {
     const int r = at / D, d = at % D;
@@ -71,9 +72,14 @@ KV_DEVICE void merge_groups(int groups, const kv_state *states, const float *o, 
     float sum = 0;
     for (int j = 0; j < groups; j++) all.m = fmaxf(all.m, states[r * groups + j].m);
     for (int j = 0; j < groups; j++) all.merge(states[r * groups + j], o[(r * groups + j) * D + d], sum);
-    o_out[at] = sum;
-    if (d == 0) states_out[r] = all;
+    o_out[place(r) * D + d] = sum;
+    if (d == 0) states_out[place(r)] = all;
   }
+}
+
+KV_DEVICE void merge_groups(int groups, const kv_state *states, const float *o, int rows, int D, float *o_out,
+                            kv_state *states_out) {
+  merge_groups(groups, states, o, rows, D, o_out, states_out, [](int r) { return r; });
 }
 
 /* Merges the splits of one row in one warp and writes the row's out and lse. part, states: o and state of the first

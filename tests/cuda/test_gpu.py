@@ -301,6 +301,28 @@ def test_replayed_tokens_as_decoded_ones(policy, kind, rows):
     assert replayed > 10  # since the further turn
 
 
+@pytest.mark.parametrize("kind", ["model", "int8"])
+def test_sequences_of_a_pool_share_graphs(kind):
+    """Graphs for 1, 2, 4 and 8 batch rows serve whatever sequences decode together, and forks about one text."""
+    model, results = tiny.model().cuda(), []
+    for compiled in (False, True):
+        with kvevict.evicting(model, "snapkv", budget=64, window=8, compiled=compiled, kv=kind), torch.no_grad():
+            pools, batch, found = Pools(find_decoder(model), 1 << 14), Batch(model), []
+            caches = [pools.cache() for _ in range(5)]
+            for seed, cache in enumerate(caches):
+                model(tiny.prompt(1, 90 + 50 * seed, seed)["input_ids"].cuda(), past_key_values=cache)
+            for row, cache in enumerate([*caches, caches[0].fork(), caches[0].fork()]):
+                batch.add(row, cache)
+                found += [batch.step([5 + 7 * token + at for at in range(row + 1)]) for token in range(5)]
+            batch.keep([4, 0, 6])
+            found += [batch.step([9, 8, token]) for token in range(5)]
+            results.append(found)
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-3 * want.abs().max().item())
+    shared = next(iter(pools.of.values())).recordings
+    assert {each.places.size for each in shared if each.replay is not None} == {1, 2, 4, 8}
+
+
 @pytest.mark.parametrize("options", [{}, dict(temperature=1.5, top_p=0.9), dict(one_line=True, temperature=3.0)])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_tokens_that_are_seen_late(rows, options, tmp_path, monkeypatch):
