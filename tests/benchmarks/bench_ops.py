@@ -320,7 +320,7 @@ def bench_shared(H, Hkv, D, stored, dtype):
     q, k, v, *_, keys, values, scale = data(8 * H, 8 * Hkv, D, stored, 1, dtype)
     pos, first = torch.arange(stored, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32)
     text = Storage.empty(keys[:, :Hkv]).append(
-        keys[:, :Hkv, :stored], values[:, :Hkv, :stored], pos, first, first.numpy()
+        keys[:, :Hkv, :stored], values[:, :Hkv, :stored], pos, first, first.cpu().numpy()
     )
     shared = text.forked().aliased([0] * 8)
     apart = replace(shared, prefix=shared.prefix.moved(shared.prefix.capacity))
@@ -454,6 +454,7 @@ def jobs(device, quick):
                 yield bench_decode, (H, Hkv, D, stored, dtype)
         if device == "cuda":
             yield bench_decode, (H, Hkv, D, 512, half)
+            yield bench_shared, (H, Hkv, D, 4000, half)
             for stored in (32768, 4096, 512):
                 yield bench_packed, (H, Hkv, D, stored)
         yield bench_select, (H, Hkv, D, lengths[0], new, torch.float32)
