@@ -5,6 +5,8 @@ where it is. That memory is filled before the step, by operators that read no nu
 evicted before the step, not in it.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -18,14 +20,14 @@ class Layers:
     def __init__(self, states: list[States], most: int) -> None:
         """most: the largest number of requests in a step."""
         self.states, self.shape, heads = states, states[0].shape, states[0].shape.kv_heads
-        self.kept = torch.stack([each.kept for each in states])  # int32 [L, blocks, Hkv]
+        zeros = partial(torch.zeros, dtype=torch.int32, device=states[0].device)
+        self.kept, no_positions = zeros(len(states), len(states[0].positions), heads), zeros(len(states[0].k))
         for i, each in enumerate(states):
-            each.kept, each.index = self.kept[i], i
-        counts: dict = dict(dtype=torch.int64, device=self.kept.device)
+            each.index, each.kept, each.no_positions = i, self.kept[i], no_positions
         # Rows of block 0 for rows that only pad: the decode op writes no row twice.
-        self.unused = torch.arange(most * heads, **counts).view(most, heads) % self.shape.rows
-        offset, one = torch.zeros(len(states), most, heads, **counts), torch.zeros(most, **counts)
-        self.memory = Singles(one.clone(), one.bool(), one.int()[:, None], one, offset, offset.int(), [])
+        self.unused = torch.arange(most * heads, device=self.kept.device).view(most, heads) % self.shape.rows
+        length, one = zeros(len(states), most, heads), zeros(most)
+        self.memory = Singles(one.long(), one.bool(), one[:, None], one.long(), length.long(), length, [])
 
     def begin(self, block: int, tokens: int, copies: Copies) -> None:
         """Make the state of the request in `block` ready for its next period in every layer (`States.begin`)."""

@@ -44,7 +44,11 @@ class Singles(NamedTuple):
 
 
 class States:
-    """Views of the states of all blocks in one layer."""
+    """Views of the states of all blocks in one layer, to which `Layers` adds what it has for all layers."""
+
+    index: int  # this layer's in a `Singles`
+    kept: Tensor  # int32 [blocks, Hkv] slots that each head kept at the last eviction
+    no_positions: Tensor  # int32 [all rows of all blocks] positions by the decode op, which nobody reads
 
     def __init__(self, cache: Tensor, shape: StateShape, layer: int, attention: dict) -> None:
         """Make the views of `cache` [blocks, 2, 1, numbers of a plane], in which each of the two planes of all blocks
@@ -76,9 +80,6 @@ class States:
         self.like = torch.empty(0, dim, dtype=shape.dtype, device=cache.device)
         self.device = cache.device
         self.none = torch.zeros(1, dtype=torch.int32, device=self.device)  # argument `first` of ops: no padding
-        self.no_positions = torch.zeros(len(self.k), dtype=torch.int32, device=self.device)
-        # [blocks, Hkv] slots that each head kept at the last eviction, and this layer's index: `Layers` sets both
-        self.kept, self.index = torch.zeros(len(cache), shape.kv_heads, dtype=torch.int32, device=self.device), 0
 
     def _widths(self) -> list[int]:
         return [
