@@ -1,7 +1,7 @@
 """Many clients who ask one `kvevict serve` about a few stored texts, for some minutes:
 
-    python tests/benchmarks/bench_load.py --model DIR --haystack BOOKS [--clients 64] [--texts 8] [--seconds 300] [--policy
-        take+edie:recall=false]
+    python tests/benchmarks/bench_load.py --model DIR --haystack BOOKS [--clients 64] [--texts 8] [--seconds 300]
+        [--policy take+edie:recall=false]
 
 The texts and questions are those of `kvevict eval --tasks many`. Every question is asked alone first. Then each client
 asks one after the other, drawn at random, at /v1/completions. Prints how many answers came, how many differ from those
