@@ -44,19 +44,6 @@ def own(family="llama"):
     return tiny.model(family)
 
 
-@pytest.fixture
-def replayed():
-    """The tokens that were replayed, one entry each."""
-    tokens, recorder = [], replay.RECORDERS["cpu"]
-
-    def record(run, device):
-        output, again = recorder(run, device)
-        return output, lambda: tokens.append(again())
-
-    with mock.patch.dict(replay.RECORDERS, cpu=record):
-        yield tokens
-
-
 def decoded(model, cache, tokens, first=0):
     """Logits [tokens, B, V] of fixed tokens after a cache."""
     rows = len(cache.sequence.seen)

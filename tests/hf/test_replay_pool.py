@@ -7,7 +7,6 @@ import pytest
 import tiny
 import torch
 from caches import held, ids, kept
-from test_replay import replayed  # noqa: F401
 
 import kvevict
 from kvevict.answering.batch import Batch, Pools
@@ -43,7 +42,7 @@ def decoded(net, cache, tokens):
 
 @pytest.mark.parametrize("kv", ["model", "int8", "k8v4"])
 @pytest.mark.parametrize("name", CASES)
-def test_sequences_share_a_recording(name, kv, replayed):  # noqa: F811
+def test_sequences_share_a_recording(name, kv, replayed):
     """The first one is recorded; the others, of other lengths, and a fork of stored slots are replayed at once."""
     net, results = tiny.model(), []
     for compiled in (False, True):
@@ -91,7 +90,7 @@ class Joining:
                     torch.testing.assert_close(x, y, rtol=0, atol=2e-5)
 
 
-def test_batches_are_padded_to_sizes_that_are_recorded(monkeypatch, replayed):  # noqa: F811
+def test_batches_are_padded_to_sizes_that_are_recorded(monkeypatch, replayed):
     """On a GPU steps are recorded for 1, 2, 4, 8 and 16 rows: padding changes no row, and no slot of another one."""
     monkeypatch.setitem(recordings.SIZES, "cpu", (1, 2, 4))
     net = tiny.model()
@@ -113,7 +112,7 @@ def test_batches_are_padded_to_sizes_that_are_recorded(monkeypatch, replayed):  
         assert [each.places.size for each in shared(many.pools)] == [4, 5] and len(replayed) == 4 + 5 + 5 + 2
 
 
-def test_a_pool_without_room_for_padding(monkeypatch, replayed):  # noqa: F811
+def test_a_pool_without_room_for_padding(monkeypatch, replayed):
     """The step is recorded for the rows that there are."""
     monkeypatch.setitem(recordings.SIZES, "cpu", (1, 4))
     net = tiny.model()
@@ -127,7 +126,7 @@ def test_a_pool_without_room_for_padding(monkeypatch, replayed):  # noqa: F811
         assert [each.places.size for each in shared(many.pools)] == [2] and len(replayed) == 3
 
 
-def test_threads_do_not_share_a_recording_at_once(replayed):  # noqa: F811
+def test_threads_do_not_share_a_recording_at_once(replayed):
     """A sequence that decodes while another thread replays is decoded without the recording."""
     net, texts = tiny.model(), []
     with kvevict.evicting(net, "snapkv", budget=20, window=4, compiled=True, tokenizer=False):
