@@ -185,9 +185,9 @@ struct RingHeads {
     unrolled<NT, 2 * HALVES>(f);
   }
 
-  /* Computes the attention over columns c0 .. c1 - 1, whose tiles the block's warps take in turn. Query r of `rows` is at
-   * query(r). If slots are packed and column `stored`, the new row, is before c1,
-   * all warps call pack() to pack and store it before any of them reads it. */
+  /* Computes the attention over columns c0 .. c1 - 1, whose tiles the block's warps take in turn. Query r of `rows` is
+   * at query(r). If slots are packed and column `stored`, the new row, is before c1, all warps call pack() to pack and
+   * store it before any of them reads it. */
   template <class Query, class Pack, class Keep>
   __device__ __forceinline__ void attend(const Ring &ring, Query query, int rows, const Columns &k, const Columns &v,
                                          int c0, int c1, int stored, int dims, const Logits &logits, Pack pack,

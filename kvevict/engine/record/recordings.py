@@ -70,7 +70,8 @@ def _padded(step: Step, inputs: Inputs) -> int | None:
     """Return the number of batch rows to which a step over a pool is padded; None if it is recorded for its own rows:
     there are more than any of `SIZES`, or slots are chosen after the token."""
     rows, sizes = len(step.positions), SIZES.get(step.positions.device.type, ())
-    of_rows = all(len(x) in (1, rows) for x in inputs.values() if isinstance(x, Tensor))
-    if rows == 1 or ends(step) or not of_rows:
+    size = next((size for size in sizes if size >= rows > 1), None)
+    if size is None or ends(step):
         return None
-    return next((size for size in sizes if size >= rows), None)
+    of_rows = all(x.shape[:1] in ((1,), (rows,)) for x in inputs.values() if isinstance(x, Tensor))
+    return size if of_rows else None

@@ -52,14 +52,17 @@ class Replay:
     def serves(self, step: Step, inputs: Inputs, storages: list[Storage], sizes: set) -> bool:
         """Whether this recording, if its number of batch rows is one of `sizes`, can compute a step with these inputs
         over these layers' slots."""
-        same = step.decoder is self.decoder and step.plan is self.plan and self.ends == ends(step)
         own = not is_bound(step.plan) or step.cache.table.number == self.table
-        return same and own and self.places.size in sizes and self._alike(inputs) and self.places.fits(storages)
+        return own and self.places.size in sizes and self._is_of(step, inputs) and self.places.fits(storages)
 
     def goes_on(self, step: Step, inputs: Inputs) -> bool:
         """Whether this step is a later token on the slots of the last one."""
+        return step.cache.table.number == self.table and self._is_of(step, inputs)
+
+    def _is_of(self, step: Step, inputs: Inputs) -> bool:
+        """Whether the step is the recorded one but for its slots and the numbers in its inputs."""
         same = step.decoder is self.decoder and step.plan is self.plan and self.ends == ends(step)
-        return same and step.cache.table.number == self.table and self._alike(inputs)
+        return same and self._alike(inputs)
 
     def _alike(self, inputs: Inputs) -> bool:
         """Whether these inputs are the recorded ones but for the tensors' numbers, and, with padding, their rows."""
